@@ -10,10 +10,12 @@ import gc
 import logging
 import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import MappingProxyType
 
@@ -976,6 +978,21 @@ def test_text_of_processes_that_do_not_end_or_die() -> None:
     with pytest.raises(RuntimeError) as caught:
         spawn_ranks(die, 2)
     assert str(caught.value) == "ranks died without a traceback, exit codes by rank: {0: 3, 1: 3}"
+
+
+@pytest.mark.ranks
+def test_ranks_end_with_ctrl_c_that_comes_to_their_parent_alone() -> None:
+    """As in a notebook: they went on, and the program could not end before them."""
+    processes = []
+
+    def started(process: BaseProcess) -> None:
+        processes.append(process)
+        if len(processes) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        spawn_ranks(die, 3, started=started)
+    assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 2
 
 
 def test_text_of_ranks_that_have_gone_apart() -> None:

@@ -102,17 +102,20 @@ def spawn_ranks(
             context.Process(target=run_rank, args=(worker, rank, world_size, folder, args))
             for rank in range(world_size)
         ]
-        for process in processes:
-            process.start()
-            if started is not None:
-                started(process)
-        deadline = time.monotonic() + timeout
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        late = [rank for rank, process in enumerate(processes) if process.is_alive()]
-        for process in processes:
-            process.kill()
-            process.join()
+        try:
+            for process in processes:
+                process.start()
+                if started is not None:
+                    started(process)
+            deadline = time.monotonic() + timeout
+            for process in processes:
+                process.join(max(0.0, deadline - time.monotonic()))
+            late = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        finally:  # after Ctrl-C too, which a notebook sends to this process alone
+            for process in processes:
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
         return read_results(folder, [process.exitcode for process in processes], late, timeout)
 
 

@@ -198,6 +198,24 @@ def test_a_thread_that_has_ended_is_passed_over() -> None:
     shorten(thread)
 
 
+def test_a_thread_that_has_ended_hides_none_of_gloo_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not slices_can_be_chosen():
+        pytest.skip("this kernel has the same slices for all threads")
+    with Sleeper() as gone:
+        pass
+    there = Path.read_bytes
+    with Sleeper() as thread:
+        Path(f"/proc/self/task/{thread}/comm").write_text("gloo_thread")
+        first = min((int(task.name) for task in Path("/proc/self/task").iterdir()), default=0)
+
+        def read(self: Path) -> bytes:
+            return there(Path(f"/proc/self/task/{gone}/comm") if self.parent.name == str(first) else self)
+
+        monkeypatch.setattr(Path, "read_bytes", read)
+        let_gloo_go_first()
+        assert attributes(thread)[2] == SLICE_NANOSECONDS
+
+
 def test_only_processors_whose_calls_are_known_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     assert prompt._system_calls.__wrapped__() is None

@@ -454,6 +454,29 @@ def test_a_parameter_that_has_left_the_groups_finds_its_state_behind_unshard(car
     carrier(worker, 2)
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+def test_the_state_of_a_parameter_that_has_left_the_groups_can_be_taken_out(carrier: Any, steps: int) -> None:
+    """``steps``: before that. The parameter stays in the module, comes back, and begins anew."""
+
+    def worker(transport: Any) -> None:
+        model, sharded, _, plain, optimizer = pair(transport)
+        for net, one in ((model, sharded), (plain, optimizer)):
+            train(net, one, transport.rank, range(3))
+            gone, group = net.second.weight, one.param_groups[0]
+            group["params"] = [p for p in group["params"] if p is not gone]
+            train(net, one, transport.rank, range(3, 3 + steps))
+            one.state.pop(gone, None)
+            train(net, one, transport.rank, range(5, 7))
+            group["params"].append(gone)
+            train(net, one, transport.rank, range(7, 9))
+            group["params"] = [p for p in group["params"] if p is not gone]
+            one.state.pop(gone, None)
+        assert_same(model, plain)
+        assert_same_state(sharded.unshard().state_dict(), optimizer.state_dict())
+
+    carrier(worker, 2)
+
+
 def test_a_parameter_that_has_left_the_module_as_well_leaves_no_state_behind_unshard(carrier: Any) -> None:
     """It cannot come back, and torch's ``state_dict()`` would fail over it."""
 
@@ -563,6 +586,7 @@ def test_a_whole_state_can_be_saved_while_some_of_it_is_away(carrier: Any) -> No
         saved = sharded.state_dict()
         assert transport.rank or len(saved["state"]) == len(saved["param_groups"][0]["params"])
         given = sharded.unshard()
+        assert given.state.pop(model.second.weight)
         assert given.state_dict()["state"].keys() == {*range(len(given.param_groups[0]["params"]))}
         sync.detach()
 

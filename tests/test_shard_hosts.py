@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -123,7 +124,7 @@ def test_what_never_comes_is_told_on_every_rank_of_the_host(monkeypatch: pytest.
         exchange = spread(self, *args)
         sent[self._rank].append(exchange)
         broken = breaks.is_set() and self._rank == 0
-        return exchange._replace(works=[*map(Broken, exchange.works)]) if broken else exchange
+        return replace(exchange, works=[*map(Broken, exchange.works)]) if broken else exchange
 
     monkeypatch.setattr(Counterparts, "spread", spread_or_break)
 

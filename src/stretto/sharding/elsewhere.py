@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import ItemsView, Iterator, KeysView, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, KeysView, ValuesView
 from typing import Any, NoReturn
 
 import torch
@@ -26,10 +26,12 @@ class Elsewhere(defaultdict[torch.Tensor, Any]):
     Args:
         optimizer: has the parameters.
         where: how messages begin.
+        forget: drops what is kept of a parameter that has left the groups.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, where: str) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, where: str, forget: Callable[[torch.Tensor], object]) -> None:
         super().__init__(dict)
+        self._forget = forget
         self._optimizer = optimizer
         self._where = where
         self._has_told = False
@@ -92,6 +94,7 @@ class Elsewhere(defaultdict[torch.Tensor, Any]):
 
     def __delitem__(self, key: torch.Tensor) -> None:
         self._refuse_own(key)
+        self._forget(key)
         super().__delitem__(key)
 
     def __contains__(self, key: object) -> bool:
@@ -106,6 +109,7 @@ class Elsewhere(defaultdict[torch.Tensor, Any]):
     def pop(self, key: torch.Tensor, *default: Any) -> Any:
         """As of a dict, where it is no parameter of the optimizer."""
         self._refuse_own(key)
+        self._forget(key)
         return super().pop(key, *default)
 
     def setdefault(self, key: torch.Tensor, default: Any = None) -> Any:

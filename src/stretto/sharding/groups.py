@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import ModelMismatchError, SetupError
 from ..launch import LaunchQueue
@@ -56,6 +57,8 @@ class Groups:
         self._seen = _LastLook(0, (), 0)
         self.departed: dict[torch.Tensor, tuple[State, torch.dtype]] = {}
         """State and dtype of parameters that have left all groups and may come back; torch keeps the state too."""
+        self.forgotten = WeakIdKeyDictionary()
+        """Of those, whose state the program has dropped."""
         self.remember()
 
     @property
@@ -102,7 +105,11 @@ class Groups:
             alive: the module's parameters.
         """
         known = {id(one) for one in self.parameters}
-        self.departed = {one: (states[one], one.dtype) for one in alive if one in states and id(one) not in known}
+        for one in self.parameters:
+            if one in self.forgotten:
+                del self.forgotten[one]
+        gone = [one for one in alive if one in states and id(one) not in known and one not in self.forgotten]
+        self.departed = {one: (states[one], one.dtype) for one in gone}
 
     def refuse_other_dtypes(self) -> None:
         """Raise ``SetupError`` if parameters have another dtype than in a new plan, and so than their gradients."""

@@ -231,8 +231,14 @@ class Shares:
 
         With ``departed``, also of parameters that have left the groups, unless they have left the module too.
         """
-        alive = {*self._groups.parameters, *self._reducer.members.all_parameters()}
+        own, forgotten = self._groups.parameters, self._groups.forgotten
+        alive = {*own, *(one for one in self._reducer.members.all_parameters() if one not in forgotten)}
         return ((one, state) for one, state in keeping.put_together(self._division, departed=departed) if one in alive)
+
+    def forget(self, parameter: torch.Tensor) -> None:
+        """The program drops the state of one that has left the groups."""
+        self._groups.forgotten[parameter] = True
+        self._groups.departed.pop(parameter, None)
 
     @torch.inference_mode(False)
     def kept(self) -> list[Kept]:

@@ -723,7 +723,7 @@ def test_a_rank_that_is_killed_while_all_follow_a_change_is_named(tmp_path: Path
         step()
         model.b = torch.nn.Linear(3, 1)
         if rank == 1:
-            sync._reducer._rejoin.all_together = lambda **_: os.kill(os.getpid(), signal.SIGKILL)
+            sync._reducer._rejoin.all_together = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
         told()
         stay(but=1)
         os._exit(0)

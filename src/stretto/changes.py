@@ -4,10 +4,11 @@ it."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 import torch
 
+from .buffers import BufferPlaces
 from .errors import SetupError
 from .launch import LaunchQueue
 from .membership import STAND_IN, Membership
@@ -24,12 +25,14 @@ class Changes:
 
     Args:
         members: what the module has.
+        places: where its buffers are.
         queue: has the plan.
         rows: the parameters in no bucket.
     """
 
-    def __init__(self, members: Membership, queue: LaunchQueue, rows: SparseGradients) -> None:
+    def __init__(self, members: Membership, places: BufferPlaces, queue: LaunchQueue, rows: SparseGradients) -> None:
         self._members = members
+        self._places = places
         self._queue = queue
         self._rows = rows
 
@@ -54,9 +57,34 @@ class Changes:
                     found[queue.names[index]] = one
         return found
 
+    def came(self, outside: Mapping[str, torch.nn.Parameter], arrived: Set[str]) -> dict[str, bool]:
+        """Which of those that nothing carries by their names have got a gradient: some are carried by others.
+
+        Args:
+            outside: those.
+            arrived: names of planned ones that have got one in this pass.
+        """
+        old_names, members = self.old_names(), self._members
+        olds = {name: old_names.get(id(one)) for name, one in outside.items()}
+        return {n: members.got_gradient(outside[n]) if old is None else old in arrived for n, old in olds.items()}
+
+    def old_names(self) -> dict[int, str]:
+        """By ``id()``, what the plan and the rows call the parameters."""
+        return {id(one): name for name, one in self.held().items()}
+
+    def held(self) -> dict[str, torch.nn.Parameter]:
+        """What the plan and the rows have and what still lives, by its name there."""
+        planned = zip(self._queue.names, (one() for one in self._queue.references), strict=True)
+        return {name: one for name, one in planned if one is not None} | self._rows.named_parameters()
+
     def loses(self) -> bool:
-        """Whether gradients of this rank may be missing from what is sent; freezing alone does not cause that."""
-        return bool(self._queue.loose or self._rows.misfits() or self.outside())
+        """Whether gradients of this rank may be missing from what is sent, or its buffers are other ones now.
+
+        Freezing alone does not cause that.
+        """
+        module = self._members.module()
+        moved = self._places.changed or (module is not None and self._places.moved(module))
+        return bool(moved or self._queue.loose or self._rows.misfits() or self.outside())
 
     def refuse_orphans(self) -> None:
         """Raise where parameters live on and have changed though their module was freed: there is nothing to follow."""

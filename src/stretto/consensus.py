@@ -20,6 +20,7 @@ from .errors import CommunicationError, PeerError, StrettoError, UnsupportedErro
 from .forward import ForwardWatch
 from .launch import LaunchQueue
 from .membership import Membership
+from .noticing import Noticed
 from .plan import BucketPlan
 from .rejoin import Rejoin
 from .replan import ReplanPolicy, complete_order, recut
@@ -160,23 +161,25 @@ class Consensus:
 
     # Following
 
-    def hear(self, words: ControlWords, *, at_once: bool, changed: bool, idle: bool = False, given_up: int = 0) -> None:
+    def hear(
+        self, words: ControlWords, noticed: Noticed | None, *, at_once: bool, idle: bool = False, given_up: int = 0
+    ) -> None:
         """At the end of a pass: act, now or, if the words are on their way from a device, before the next pass.
 
         Args:
             words: what was said.
-            idle: this rank had no part in the pass.
+            noticed: a change of this rank's module. Wait for the words too, unless the pass was given up: gradients of
+                this very pass are to be reduced, and ranks whose modules changed alike have noticed it too.
             at_once: wait for the words if need be.
-            changed: wait too, unless the pass was given up. This rank has seen a change of its module, and its
-                gradients of this very pass are to be reduced; ranks whose modules changed alike have seen it too.
+            idle: this rank had no part in the pass. It follows a change when those with batches do.
             given_up: so many ranks gave up the pass, as is known without words.
         """
         error, self._failure = self._failure, None  # first: it belongs to no later pass
         at_once |= self.uneven is not None  # a rank without batches goes on to the step, unless the pass has failed
         at_once |= given_up > 0 or words.on_host or self._queue.pass_number == 1
         try:
-            if at_once or (changed and not words.read()[Control.GAVE_UP]):
-                self.act_on(words, idle=idle)
+            if at_once or ((idle or noticed is not None) and words.tell_of_a_change):
+                self.act_on(words, noticed, idle=idle)
             else:
                 self._late_words, self._was_idle = words, idle
             if given_up:  # and a comm hook carries no words
@@ -229,11 +232,12 @@ class Consensus:
             finally:
                 self._late_words = None
 
-    def act_on(self, words: ControlWords, *, idle: bool = False) -> None:
+    def act_on(self, words: ControlWords, noticed: Noticed | None = None, *, idle: bool = False) -> None:
         """Do what all ranks do after these words. Collective.
 
         Args:
             words: what was said.
+            noticed: by this rank, in the pass that they are of.
             idle: this rank had no part in the pass.
 
         Raises:
@@ -250,7 +254,7 @@ class Consensus:
         said = words.read()
         if words.are_mixed:
             self._refuse_mixed()
-        if self._ends_with(said, words, idle):
+        if self._ends_with(said, words, noticed, idle):
             return
         if words.on_host:
             self._beside.hear(some_have_moved=bool(said[Control.BUFFERS]))
@@ -280,7 +284,7 @@ class Consensus:
             peers.tell_failed("backward", error, leaves=True)
             raise error from None
 
-    def _ends_with(self, said: Sequence[float], words: ControlWords, idle: bool) -> bool:
+    def _ends_with(self, said: Sequence[float], words: ControlWords, noticed: Noticed | None, idle: bool) -> bool:
         """Whether nothing more follows: a pass was given up, or the module has changed."""
         if said[Control.GAVE_UP]:
             if words.own_failure:
@@ -294,7 +298,7 @@ class Consensus:
             return False
         if fixes_plan(self._queue.comm_hook):
             self._rejoin.refuse()
-        self._rejoin.all_together(idle=idle)
+        self._rejoin.all_together(noticed or Noticed(), idle=idle)
         self._replan_policy = ReplanPolicy()
         self._queue.replans += 1
         return True

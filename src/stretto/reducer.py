@@ -37,6 +37,7 @@ from .family import Family
 from .forward import ForwardWatch
 from .launch import LaunchQueue
 from .membership import Membership
+from .noticing import Noticing
 from .peers import Peers
 from .plan import BucketPlan
 from .rejoin import Rejoin
@@ -89,7 +90,8 @@ class Reducer:
         self.failing = Failing(self.queue, self._stop, members.everything)
         self.tracker = ArrivalTracker([*parameters.values()], self.queue, self, self._first_arrival, self._progressed)
         self._arrivals = self.tracker.arrivals
-        self._rejoin = Rejoin(members, places, self.queue, self.tracker, self.sparse)
+        self._noticing = Noticing(members, places, self.queue, self.tracker, self.sparse)
+        self._rejoin = Rejoin(self._noticing.changes, members, places, self.queue, self.tracker, self.sparse)
         dropped = functools.partial(self.failing.in_engine, lambda given_up: self.family.give_up(given_up))
         self._end = OutermostEnd(lambda: self.family.settle(), self._arrivals.close, dropped)
         self._forward = ForwardWatch(members.module(), self, self.queue, self.failing, self._end)
@@ -147,7 +149,7 @@ class Reducer:
             arrivals.remove()
             self.sparse.unhook()
             self.members.let_go()
-            del self.tracker, self._end, self._rejoin, self._consensus, self._stepped_alone
+            del self.tracker, self._end, self._noticing, self._rejoin, self._consensus, self._stepped_alone
 
     def start_watching(self, observer: object) -> None:
         """Tell it of events from now on. An observer of single gradients sees each when it arrives."""
@@ -223,7 +225,7 @@ class Reducer:
         self.tracker.begin()
         self._arrivals.open()
         if self.queue.presence.active:
-            self._rejoin.drop_withheld()
+            self._noticing.drop_withheld()
             with self.failing:  # interrupted there: unknown whether the map has left
                 self.queue.announce(self.tracker.foresee(), later=self.waits)
         if self._events.pass_started:
@@ -247,9 +249,9 @@ class Reducer:
         carries = beside.sparse.any or beside.places.any or queue.preset is not None  # else no call: each runs cold
         try:
             rows, scheduled = beside.prepare() if carries else None, tracker.as_scheduled()
-            contributed = tracker.contributed(scheduled=scheduled)  # first: what is loose, noticed() looks at
-            changed = self._rejoin.noticed()
-            says = self._consensus.says(scheduled=scheduled) + [Control.CHANGED] * changed
+            contributed = tracker.contributed(scheduled=scheduled)  # first: what is loose, is looked at next
+            noticed = self._noticing.look()
+            says = self._consensus.says(scheduled=scheduled) + [Control.CHANGED] * (noticed is not None)
             queue.launch_rest(contributed - queue.loose, says)
         except BaseException as error:
             self.failing.at_the_end(error, self.give_up)
@@ -257,7 +259,7 @@ class Reducer:
         try:
             sent = beside.send(rows) if carries else None
             words = self._wait(sent, scheduled and tracker.hands_out, release=True)
-            if self._never_used.looking and not changed:
+            if self._never_used.looking and noticed is None:
                 self._never_used.look(tracker.gone)
         finally:
             tracker.unsynchronized.clear()
@@ -267,10 +269,10 @@ class Reducer:
         self._passes += 1
         if self._events.pass_settled:
             self._events.emit(self._events.pass_settled, queue.pass_number)
-        if changed and not queue.tells:
+        if noticed is not None and not queue.tells:
             self._rejoin.refuse()
         inspected, given_up = self.inspection.due(queue.pass_number), self.sparse.given_up if carries else 0
-        self._consensus.hear(words, at_once=inspected, changed=changed, given_up=given_up)
+        self._consensus.hear(words, noticed, at_once=inspected, given_up=given_up)
         if inspected:
             self.inspection.run(queue.pass_number)
 
@@ -307,8 +309,7 @@ class Reducer:
             finally:
                 self._reset()
             inspected = self.inspection.due(self.queue.pass_number)
-            at_once, changed = inspected or self.sparse.given_up > 0, words.read()[Control.CHANGED] > 0
-            self._consensus.hear(words, at_once=at_once, changed=changed, idle=True)  # when those with batches do
+            self._consensus.hear(words, None, at_once=inspected or self.sparse.given_up > 0, idle=True)
             if inspected and not self.sparse.given_up:
                 self.inspection.run(self.queue.pass_number, idle=True)
             self.queue.peers.seat.in_pass = False

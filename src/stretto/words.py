@@ -125,6 +125,12 @@ class ControlWords:
         said = self.read()
         return bool(said[Control.GAVE_UP] or said[Control.CHANGED])
 
+    @property
+    def tell_of_a_change(self) -> bool:
+        """Whether some rank's module has changed, in a pass that was not given up. Reads them."""
+        said = self.read()
+        return bool(said[Control.CHANGED] and not said[Control.GAVE_UP])
+
     def ask_for_second_round(self, *, is_first: bool) -> bool:
         """Whether some rank does; words on their way from an accelerator are waited for in the first pass alone."""
         if self.words is None or not (self.on_host or is_first):

@@ -77,6 +77,15 @@ class Changes:
         planned = zip(self._queue.names, (one() for one in self._queue.references), strict=True)
         return {name: one for name, one in planned if one is not None} | self._rows.named_parameters()
 
+    def carried(self, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
+        """Copies of what the old buckets hold for these, by their names there and now, where any rank had something."""
+        found = {}
+        for bucket in self._queue.buckets:
+            for place, index in enumerate(bucket.indices):
+                if (name := names.get(self._queue.names[index])) is not None and bucket.footer.had[place]:
+                    found[name] = bucket.views[place].clone()
+        return found
+
     def loses(self) -> bool:
         """Whether gradients of this rank may be missing from what is sent, or its buffers are other ones now.
 

@@ -20,8 +20,8 @@ from .errors import CommunicationError, PeerError, StrettoError, UnsupportedErro
 from .forward import ForwardWatch
 from .launch import LaunchQueue
 from .membership import Membership
-from .noticing import Noticed
 from .plan import BucketPlan
+from .postponed import Noticed
 from .rejoin import Rejoin
 from .replan import ReplanPolicy, complete_order, recut
 from .same_batches import SameBatches
@@ -72,10 +72,8 @@ class Consensus:
         self._order_under_way: tuple[torch.Tensor, Work] | None = None
         self._late_words: ControlWords | None = None
         self._was_idle = False  # in the pass that they are of
-        self._failure: PeerError | None = None
-        """Of the pass before, to be told at the end of this one."""
-        self.uneven: Uneven | None = None
-        """Of this handle, inside torch's ``Join``."""
+        self._failure: PeerError | None = None  # of the pass before, to be told at the end of this one
+        self.uneven: Uneven | None = None  # of this handle, inside torch's Join
 
     def stop(self) -> None:
         """Compare nothing any more."""
@@ -141,7 +139,7 @@ class Consensus:
 
     def says_idle(self) -> list[int]:
         """The same of a pass to which this rank gives nothing."""
-        return [*(() if self.uneven is None else self.uneven.says()), *self._beside.says()]
+        return [Control.RAN_OUT, *(() if self.uneven is None else self.uneven.says()), *self._beside.says()]
 
     def _refuse_late(self) -> None:
         """Raise where a second round is out of reach: to ask for one would stop the host, or the word cannot travel."""
@@ -168,8 +166,8 @@ class Consensus:
 
         Args:
             words: what was said.
-            noticed: a change of this rank's module. Wait for the words too, unless the pass was given up: gradients of
-                this very pass are to be reduced, and ranks whose modules changed alike have noticed it too.
+            noticed: a change of this rank's module. Wait for the words too, and follow if all have noticed one, whose
+                gradients of this very pass are to be reduced; else see postponed.py.
             at_once: wait for the words if need be.
             idle: this rank had no part in the pass. It follows a change when those with batches do.
             given_up: so many ranks gave up the pass, as is known without words.
@@ -178,10 +176,12 @@ class Consensus:
         at_once |= self.uneven is not None  # a rank without batches goes on to the step, unless the pass has failed
         at_once |= given_up > 0 or words.on_host or self._queue.pass_number == 1
         try:
-            if at_once or ((idle or noticed is not None) and words.tell_of_a_change):
+            if at_once or ((idle or noticed is not None) and words.all_have_noticed(self._queue.transport.world_size)):
                 self.act_on(words, noticed, idle=idle)
             else:
                 self._late_words, self._was_idle = words, idle
+                if noticed is not None and error is None:  # else no rank is to step
+                    self._rejoin.postponed.hold_back(noticed)
             if given_up:  # and a comm hook carries no words
                 raise void.given_up(self._queue, given_up)
         except StrettoError as later:
@@ -264,8 +264,7 @@ class Consensus:
             self._queue.peers.seat.all_know = True
         if self.uneven is not None:
             self.uneven.hear(said, self._queue.transport.world_size)
-        some = self._on_some(said, Control.COMPARES)
-        self.spot_checks.hear(said, self._queue.pass_number, some=some, idle=idle)
+        self.spot_checks.hear(said, self._queue.pass_number, some=self._on_some(said, Control.COMPARES), idle=idle)
         self.unattached.hear(said, self._queue.pass_number, idle=idle)
         self._same_batches.hear(said)
         presence.hear(bool(said[Control.ABSENT]), possible=words.on_host and self._queue.comm_hook is None)
@@ -298,9 +297,11 @@ class Consensus:
             return False
         if fixes_plan(self._queue.comm_hook):
             self._rejoin.refuse()
-        self._rejoin.all_together(noticed or Noticed(), idle=idle)
-        self._replan_policy = ReplanPolicy()
-        self._queue.replans += 1
+        if words is self._late_words:
+            self._rejoin.postponed.resume()
+        else:
+            self._rejoin.all_together(noticed or Noticed(), idle=idle)
+            self._replan_policy = ReplanPolicy()
         return True
 
     def _refuse_early_failure(self, said: Sequence[float], *, idle: bool, too_late: bool) -> None:
@@ -332,9 +333,8 @@ class Consensus:
         assert self._order_under_way is not None
         (message, work), self._order_under_way = self._order_under_way, None
         self._queue.wait_for(work, "the order of gradients")
-        plan = recut(self._queue.plan, message.tolist())
         self._replan_policy.learnt(self._tracker.last_order, self._queue.pass_number)
-        self._adopt(plan)
+        self._adopt(recut(self._queue.plan, message.tolist()))
 
     def _adopt(self, plan: BucketPlan) -> None:
         """Use another plan, the same on all ranks, from the next pass on."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Set
 
 import torch
 
@@ -13,23 +12,12 @@ from .changes import Changes
 from .comm_hooks import fixes_plan
 from .launch import LaunchQueue
 from .membership import Membership
+from .postponed import Noticed, Postponed
 from .preset import Preset
 from .sparse import SparseGradients
 from .specs import describe_parameters
 from .tracker import ArrivalTracker
 from .withheld import Withheld
-
-
-@dataclass(frozen=True)
-class Noticed:
-    """Which gradients this rank has in a pass in which it has noticed a change; empty where it has not."""
-
-    arrived: Set[str] = frozenset()
-    """Names of planned ones that have got one."""
-    before: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """What was in ``.grad`` before that, where it matters."""
-    waiting: Set[str] = frozenset()
-    """Names of frozen ones that nothing carries, with a gradient from before they were frozen."""
 
 
 class Noticing:
@@ -53,6 +41,7 @@ class Noticing:
     ) -> None:
         self.changes = Changes(members, places, queue, rows)
         """Compares it with the plan."""
+        self.postponed = Postponed(self.changes, members, queue, tracker)
         self._members = members
         self._places = places
         self._queue = queue
@@ -61,7 +50,7 @@ class Noticing:
 
     def look(self) -> Noticed | None:
         """At the end of a pass: does the plan no longer fit the module?"""
-        queue, members = self._queue, self._members
+        queue, members, due = self._queue, self._members, self.postponed.is_due()
         # To wait for its first gradient, which may come on some ranks only, lets the others follow a pass too late.
         asks = queue.buckets[-1].footer.comes_late and not fixes_plan(queue.comm_hook)
         unfrozen = asks and members.some_unfrozen()
@@ -72,16 +61,16 @@ class Noticing:
         incomplete = [bucket for bucket in queue.buckets if bucket.pending or bucket.missing]
         if incomplete and not fixes_plan(queue.comm_hook) and not members.suspect and self._some_do_not_fit(incomplete):
             members.suspect = True
-        if not (members.suspect or queue.loose or self._places.changed or (self._rows.any and self._rows.misfits())):
+        moved = self._places.changed or (self._rows.any and self._rows.misfits())
+        if not (due or members.suspect or queue.loose or moved):
             return None
         self.drop_withheld()
         arrived = {queue.names[i] for i in self._tracker.unsynchronized.union(self._tracker.arrival_order())}
         arrived |= self._rows.seen()
         waiting = self._frozen_with_gradient(arrived)
         before = {} if queue.preset is None else self._held_before(queue.preset, arrived)
-        if not self._differs(waiting) or (fixes_plan(queue.comm_hook) and not self.changes.loses()):
-            return None
-        return Noticed(arrived, before, waiting)
+        differs = due or (self._differs(waiting) and (not fixes_plan(queue.comm_hook) or self.changes.loses()))
+        return Noticed(arrived, before, waiting) if differs else None
 
     def drop_withheld(self) -> None:
         """Of parameters no longer in the module: a rank without new gradients in a pass sends what is in ``.grad``."""

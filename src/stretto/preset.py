@@ -69,6 +69,12 @@ class Preset:
         if before is not None and gradient is not None:
             before.gradient, before.version = weakref.ref(gradient), gradient._version
 
+    def look(self, parameter: torch.nn.Parameter) -> None:
+        """Something is about to be added that is no autograd's, before a pass begins."""
+        if (newest := self._known.last) != (id(parameter), current_task()):  # else it was looked at
+            _look(self._known, weakref.ref(parameter), parameter)
+            self._known.last = newest
+
     def copy(self) -> Preset:
         """What it knows now, without hooks."""
         made = Preset()

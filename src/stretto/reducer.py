@@ -91,7 +91,7 @@ class Reducer:
         self.tracker = ArrivalTracker([*parameters.values()], self.queue, self, self._first_arrival, self._progressed)
         self._arrivals = self.tracker.arrivals
         self._noticing = Noticing(members, places, self.queue, self.tracker, self.sparse)
-        self._rejoin = Rejoin(self._noticing.changes, members, places, self.queue, self.tracker, self.sparse)
+        self._rejoin = Rejoin(self._noticing, members, places, self.queue, self.tracker, self.sparse)
         dropped = functools.partial(self.failing.in_engine, lambda given_up: self.family.give_up(given_up))
         self._end = OutermostEnd(lambda: self.family.settle(), self._arrivals.close, dropped)
         self._forward = ForwardWatch(members.module(), self, self.queue, self.failing, self._end)

@@ -28,13 +28,14 @@ from .agreement import Statement, agree, state_model
 from .arrivals import owner_of
 from .broadcast import broadcast_coalesced
 from .buffers import BufferPlaces
-from .changes import Changes, warn_of_unseen
+from .changes import warn_of_unseen
 from .errors import SetupError
 from .launch import LaunchQueue
 from .loose import Contribution, reduce_dense, reduce_rows
 from .membership import Membership, named, unfit
-from .noticing import Noticed
+from .noticing import Noticing
 from .plan import BucketPlan
+from .postponed import Noticed
 from .sizing import plan_for
 from .sparse import SparseGradients
 from .tracker import ArrivalTracker
@@ -67,7 +68,7 @@ class Rejoin:
     """Follows, on all ranks, what any of them has noticed.
 
     Args:
-        changes: compares the module with the plan.
+        noticing: compares the module with the plan.
         members: what the module has.
         places: where its buffers are.
         queue: has the plan.
@@ -77,14 +78,14 @@ class Rejoin:
 
     def __init__(
         self,
-        changes: Changes,
+        noticing: Noticing,
         members: Membership,
         places: BufferPlaces,
         queue: LaunchQueue,
         tracker: ArrivalTracker,
         rows: SparseGradients,
     ) -> None:
-        self._changes = changes
+        self._changes, self.postponed = noticing.changes, noticing.postponed
         self._members = members
         self._places = places
         self._queue = queue
@@ -144,7 +145,7 @@ class Rejoin:
         gradients = {name: now[name].grad for name in names if not idle} | done
         contributions = {n: Contribution(g, before.get(n)) for n, g in gradients.items() if g is not None}
         partly = [name for name in loose if not all(name in one for one in everyone)]
-        carried = self._carried({olds.get(name, name): name for name in partly})
+        carried = self._changes.carried({olds.get(name, name): name for name in partly})
         rows_used = self._rows.used_by
         used = used_by(queue) | rows_used
         self._send_values(loose)
@@ -161,6 +162,7 @@ class Rejoin:
         if loose & rows.keys():
             among = {name: one for name, one in rows.items() if name in loose}
             reduce_rows(queue, among, dtypes, everyone, rows_used, before, factor, release=not idle)
+        queue.replans += 1
         self._tell(words, plan, [one.unseen for one in told])
 
     def _agree(
@@ -230,15 +232,6 @@ class Rejoin:
         rows = {id(one): one.grad for name, one in self._rows.named_parameters().items() if name not in misfits}
         found |= {name: rows[key] for key, name in name_of.items() if key in rows}
         return {name: value for name, value in found.items() if value is not None}
-
-    def _carried(self, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
-        """Copies of what the old buckets hold for these, by their names there and now, where any rank had something."""
-        found = {}
-        for bucket in self._queue.buckets:
-            for place, index in enumerate(bucket.indices):
-                if (name := names.get(self._queue.names[index])) is not None and bucket.footer.had[place]:
-                    found[name] = bucket.views[place].clone()
-        return found
 
     def _send_values(self, loose: set[str]) -> None:
         values = [parameter for name, parameter in self._members.everything().items() if name in loose]

@@ -65,9 +65,7 @@ class Uneven:
 
     def says(self) -> list[Control]:
         """What this rank says after the last bucket of a pass."""
-        if not self.has_batches:
-            return [Control.RAN_OUT]
-        return [Control.HAS_LEFT] * self.has_left()
+        return [Control.HAS_LEFT] * (self.has_batches and self.has_left())
 
     def hear(self, said: Sequence[float], world_size: int) -> None:
         """What all ranks have said."""

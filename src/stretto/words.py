@@ -35,7 +35,7 @@ class Control(IntEnum):
     UNATTACHED = 10
     """This rank's program steps parameters that no handle averages: see unattached.py."""
     RAN_OUT = 11
-    """This rank has no batches any more, and is inside ``Join``: see uneven.py."""
+    """This rank gives nothing to this pass: it has no batches any more."""
     HAS_LEFT = 12
     """An exception has left ``Join`` on this rank: see uneven.py, [Note: left]."""
     WEIGHED = 13
@@ -125,11 +125,14 @@ class ControlWords:
         said = self.read()
         return bool(said[Control.GAVE_UP] or said[Control.CHANGED])
 
-    @property
-    def tell_of_a_change(self) -> bool:
-        """Whether some rank's module has changed, in a pass that was not given up. Reads them."""
+    def all_have_noticed(self, world_size: int) -> bool:
+        """Whether all ranks with batches say that the module has changed: none has given up the pass. Reads them.
+
+        Args:
+            world_size: how many ranks there are.
+        """
         said = self.read()
-        return bool(said[Control.CHANGED] and not said[Control.GAVE_UP])
+        return said[Control.CHANGED] >= min(world_size - said[Control.RAN_OUT], COUNTS)
 
     def ask_for_second_round(self, *, is_first: bool) -> bool:
         """Whether some rank does; words on their way from an accelerator are waited for in the first pass alone."""

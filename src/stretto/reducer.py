@@ -82,9 +82,8 @@ class Reducer:
         self.stop_watching = self._events.remove
         self.members, self.transport = members, transport
         self.delay = self.always_delays = options.delay  # all till after backward: so asked, or behind another
-        self.synchronize = True
+        self.synchronize, self.kept, self._passes = True, 0, 0
         self.running = self.waits = self.detached = self._is_idle = False  # waits: as delay, in this pass
-        self.kept = self._passes = 0
         self._beside = Beside(self.queue, places, self.sparse)
         self._given_up: void.GivenUp | None = None
         self.failing = Failing(self.queue, self._stop, members.everything)

@@ -1460,6 +1460,15 @@ def test_a_rank_whose_program_is_over_is_at_its_end() -> None:
     assert standing(stack("<string>", library)) == "at line.py:1 in here"
 
 
+def test_a_rank_inside_an_installed_package_is_at_the_users_own_line_too() -> None:
+    """A progress bar's line, ``for batch in tqdm(loader)``, is the same wherever in the program the loop is."""
+    bar, library, user = "/lib/python3/site-packages/tqdm/std.py", stretto.line.__file__, "/home/me/train.py"
+    assert standing(stack(user, bar, threading.__file__)) == "at std.py:1 in here (from train.py:1 in here)"
+    assert standing(stack(bar, user, bar, library)) == "in here() at std.py:1 in here (from train.py:1 in here)"
+    assert standing(stack(bar, user, library)) == "in here() at train.py:1 in here"
+    assert standing(stack(threading.__file__, bar)) == "at std.py:1 in here"  # python -m package
+
+
 def attach_in(name: str, model: torch.nn.Module) -> stretto.Synchronizer:
     """As a line of a program in a file of that name does."""
     found: dict[str, Any] = {"stretto": stretto, "model": model}

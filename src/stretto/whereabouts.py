@@ -83,6 +83,11 @@ def is_users(file: str) -> bool:
     return not (file.startswith(("<", *_LIBRARIES)) or standard)
 
 
+def _is_packages(file: str) -> bool:
+    """Whether it is of an installed package: in ``site-packages``, or Debian's ``dist-packages``."""
+    return "-packages" + os.sep in file
+
+
 def _describe(file: str, line: int, function: str) -> str:
     return f"{base_name(file)}:{line} in {function}"
 
@@ -103,13 +108,22 @@ def others_work() -> bool:
         graph = torch.autograd.graph.__file__
         frames = {one: frame for one, frame in frames.items() if frame.f_code.co_filename != graph}
     files = (one.f_code.co_filename for frame in frames.values() for one, _ in traceback.walk_stack(frame))
-    return any(is_users(file) and "-packages" + os.sep not in file for file in files)
+    return any(is_users(file) and not _is_packages(file) for file in files)
 
 
 def place_of_frame(frame: FrameType | None) -> str:
-    """The innermost line that the user wrote, ``train.py:34 in step``; of a library, where there is none."""
-    found = _users(frame) or frame
-    return _describe(found.f_code.co_filename, found.f_lineno, found.f_code.co_name) if found else "an unknown place"
+    """The innermost line that the user wrote, ``train.py:34 in step``; of a library, where there is none.
+
+    One of an installed package (a progress bar, a trainer) does not say where in the program it is: the user's own line
+    that led there follows. It does not replace it, since the program itself may be installed, and begin in a script.
+    """
+    if (found := _users(frame) or frame) is None:
+        return "an unknown place"
+    own: FrameType | None = found
+    while own is not None and (_is_packages(own.f_code.co_filename) or not is_users(own.f_code.co_filename)):
+        own = own.f_back
+    places = [_describe(one.f_code.co_filename, one.f_lineno, one.f_code.co_name) for one in (found, own) if one]
+    return places[0] if own in (None, found) else f"{places[0]} (from {places[1]})"
 
 
 def _users(frame: FrameType | None) -> FrameType | None:

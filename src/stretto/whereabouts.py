@@ -119,16 +119,20 @@ def place_of_frame(frame: FrameType | None) -> str:
     """
     if (found := _users(frame) or frame) is None:
         return "an unknown place"
-    own: FrameType | None = found
-    while own is not None and (_is_packages(own.f_code.co_filename) or not is_users(own.f_code.co_filename)):
-        own = own.f_back
-    places = [_describe(one.f_code.co_filename, one.f_lineno, one.f_code.co_name) for one in (found, own) if one]
-    return places[0] if own in (None, found) else f"{places[0]} (from {places[1]})"
+    own, place = _users(found, installed=False), _at(found)
+    return place if own is None or own is found else f"{place} (from {_at(own)})"
 
 
-def _users(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame that is the user's, if any is."""
-    while frame is not None and not is_users(frame.f_code.co_filename):
+def _at(frame: FrameType) -> str:
+    return _describe(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def _users(frame: FrameType | None, *, installed: bool = True) -> FrameType | None:
+    """The innermost frame that is the user's, if any is; ``installed``: or that of a package."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_users(file) and (installed or not _is_packages(file)):
+            break
         frame = frame.f_back
     return frame
 

@@ -836,9 +836,10 @@ def test_a_write_that_torch_does_not_count_is_told_of(caplog: pytest.LogCaptureF
     shared(worker, 3)
     assert [record.getMessage() for record in of_writes(caplog)] == [
         f"rank 0, pass {behind + 1}: since the last step the values of first.weight have changed in the memory that "
-        "the ranks of a host share, by writes that torch does not count: through .data (p.data.mul_()), from NumPy, in "
-        "a library's layer, or right before parameter.data = ... (SAM). If several ranks of a host change a parameter, "
-        "the change is applied once for each of them, while others may be reading it.\n"
+        "the ranks of a host share, by writes that torch does not count: through .data (p.data.mul_(), an average that "
+        "is swapped in to evaluate), from NumPy, in a library's layer, or right before parameter.data = ... (SAM). If "
+        "several ranks of a host change a parameter, the change is applied once for each of them, while others may be "
+        "reading it.\n"
         "Let one rank of each host do it, between two calls of torch.distributed.barrier(); or let all assign "
         "parameter.data = ... (SAM: old = p.data; p.data = old + e, and p.data = old before the step). What a "
         "layer writes in its own forward is for an optimizer that is not sharded. See docs/sharding.md. If one rank "

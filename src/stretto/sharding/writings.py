@@ -218,8 +218,8 @@ class Writings:
         self._compares = False
         log.warning(
             "%s: since the last step the values of %s have changed in the memory that the ranks of a host share, by "
-            "writes that torch does not count: through .data (p.data.mul_()), from NumPy, in a library's layer, or "
-            "right before parameter.data = ... (SAM). "
+            "writes that torch does not count: through .data (p.data.mul_(), an average that is swapped in to evaluate)"
+            ", from NumPy, in a library's layer, or right before parameter.data = ... (SAM). "
             + _ONE_ALONE
             + " If one rank did it, or writing twice does no harm (clamp_, values copied in between barriers), ignore "
             "this. Shown once.",

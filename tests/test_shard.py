@@ -663,6 +663,27 @@ def test_state_goes_to_a_plain_optimizer_and_back(carrier: Any, keep_grads: bool
     carrier(worker, 3)
 
 
+def test_a_state_has_the_plain_optimizers_order(carrier: Any) -> None:
+    """So files with the same values are the same files; the parameters lie in another order in the groups."""
+
+    def worker(transport: Any) -> None:
+        def make(parameters: Any) -> torch.optim.Optimizer:
+            first, *others = parameters
+            return torch.optim.AdamW([{"params": others[::-1]}, {"params": [first], "lr": 0.1}])
+
+        nets = [torch.nn.Sequential(torch.nn.Linear(18, 5), torch.nn.Linear(5, 3)) for _ in range(2)]
+        syncs = [handle(net, transport) for net in nets]
+        optimizer = make(nets[1].parameters())
+        sharded = stretto.shard(make(nets[0].parameters()), syncs[0])
+        for net, one in zip(nets, (sharded, optimizer), strict=True):
+            train(net, one, transport.rank, range(2))
+        mine, wanted = sharded.state_dict()["state"], optimizer.state_dict()["state"]
+        if transport.rank == 0:
+            assert [(key, [*value]) for key, value in mine.items()] == [(k, [*value]) for k, value in wanted.items()]
+
+    carrier(worker, 2)
+
+
 def test_a_state_dict_of_the_model_is_as_large_as_ever(carrier: Any) -> None:
     def size(value: Any) -> int:
         buffer = io.BytesIO()

@@ -31,12 +31,19 @@ def held(division: Division) -> dict[int, list[Held]]:
 
 @torch.inference_mode(False)  # tensors made here are used after an evaluation
 def put_together(division: Division, *, departed: bool = False) -> Iterator[tuple[torch.Tensor, State]]:
-    """The whole state by parameter; with ``departed``, also of those that left the groups. Collective: exhaust it."""
+    """The whole state by parameter, in the order of the groups, as a plain optimizer has it. Collective: exhaust it.
+
+    With ``departed``, also of those that left the groups.
+    """
     layout, groups = division.layout, division.groups
-    specs, known = layout.plan.parameters, {id(one) for one in groups.parameters}
-    for index, flats, rest in whole_states(held(division), specs, division.queue):
+    specs, known = layout.plan.parameters, {id(one): place for place, one in enumerate(groups.parameters)}
+
+    def place_of(index: int) -> int:
+        return known.get(id(layout.parameters[index]), len(known))
+
+    for index, flats, rest in whole_states(held(division), specs, division.queue, place_of):
         if id(parameter := layout.parameters[index]) in known or departed:
-            yield parameter, {key: shaped(flat, specs[index]).clone() for key, flat in flats.items()} | rest
+            yield parameter, rest | {key: shaped(flat, specs[index]).clone() for key, flat in flats.items()}
     for parameter in division.apart:
         if (id(parameter) in known or departed) and (state := division.inner.state.get(parameter)):
             yield parameter, dict(state)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +45,10 @@ class Kept(NamedTuple):
 
 
 def whole_states(
-    held: Mapping[int, Sequence[Held]], specs: Sequence[ParameterSpec], queue: LaunchQueue
+    held: Mapping[int, Sequence[Held]],
+    specs: Sequence[ParameterSpec],
+    queue: LaunchQueue,
+    place_of: Callable[[int], int],
 ) -> Iterator[tuple[int, dict[str, torch.Tensor], State]]:
     """For each parameter: its index, its whole by-element tensors, flat, and the rest. Collective; exhaust it.
 
@@ -53,6 +56,7 @@ def whole_states(
         held: what this rank keeps, by parameter.
         specs: of all parameters of the layout's plan, which may be older than the queue's.
         queue: its transport carries what is kept by element, one message a parameter.
+        place_of: says when it is a parameter's turn, on all ranks alike.
     """
     told: dict[int, tuple[dict[str, torch.dtype], State]] = {}
     mine = {
@@ -61,7 +65,7 @@ def whole_states(
     }
     for theirs in queue.peers.gather(mine):
         told = theirs | told
-    for index in sorted(told):
+    for index in sorted(told, key=lambda index: (place_of(index), index)):
         numel, (dtypes, rest) = specs[index].numel, told[index]
         nbytes = sum(numel * dtype.itemsize for dtype in dtypes.values())
         message = torch.zeros(nbytes, dtype=torch.uint8, device=specs[index].device)

@@ -400,6 +400,29 @@ def test_of_a_sum_a_frozen_layer_is_added_beside_one_that_gets_another_name() ->
     assert run_ranks(worker, 2) == [(2.0, None)] * 2
 
 
+@pytest.mark.parametrize("looks", [True, False])
+def test_of_a_sum_what_a_rank_holds_of_a_layer_that_another_asks_for_counts_once(looks: bool) -> None:
+    """Whether or not it has looked at its own module, in which nothing has changed."""
+
+    def worker(transport):
+        layers = torch.nn.ModuleList([torch.nn.Linear(1, 1, bias=False) for _ in range(2)])
+        frozen = layers[1].weight.requires_grad_(False)
+        frozen.grad = torch.full_like(frozen, 5.0)
+        sync = stretto.attach(layers, transport=transport, reduce="sum")
+        layers[0].weight.sum().backward()
+        if looks:
+            layers.add_module("none", torch.nn.Identity())
+        if not transport.rank:
+            frozen.requires_grad_(True)
+            with sync.no_sync():
+                (frozen * 3).sum().backward()
+            frozen.requires_grad_(False)
+        layers[0].weight.sum().backward()
+        return frozen.grad.item()
+
+    assert run_ranks(worker, 2) == [8.0] * 2
+
+
 def test_of_a_sum_a_layer_gets_another_name_while_a_rank_is_idle() -> None:
     def worker(transport):
         model = torch.nn.ModuleList([torch.nn.Linear(1, 1, bias=False) for _ in range(2)])

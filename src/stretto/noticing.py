@@ -68,7 +68,7 @@ class Noticing:
         arrived = {queue.names[i] for i in self._tracker.unsynchronized.union(self._tracker.arrival_order())}
         arrived |= self._rows.seen()
         waiting = self._frozen_with_gradient(arrived)
-        before = {} if queue.preset is None else self._held_before(queue.preset, arrived)
+        before = {} if queue.preset is None else self._before(queue.preset, arrived)
         differs = due or (self._differs(waiting) and (not fixes_plan(queue.comm_hook) or self.changes.loses()))
         return Noticed(arrived, before, waiting) if differs else None
 
@@ -78,12 +78,12 @@ class Noticing:
         if withheld := [one for _, one in alive if isinstance(one.grad, Withheld)]:
             self._members.drop_withheld(withheld)
 
-    def _held_before(self, preset: Preset, arrived: Set[str]) -> dict[str, torch.Tensor]:
-        """All of ``.grad`` where nothing has come in this pass. Of frozen ones too: another rank may ask for them."""
+    def _before(self, preset: Preset, arrived: Set[str]) -> dict[str, torch.Tensor]:
+        """Where something has come in this pass; all of ``.grad`` was there elsewhere."""
         held = self.changes.held()
         outside = {name: one for name, one in self._members.everything().items() if held.get(name) is not one}
         came = {name: name in arrived for name in held} | self.changes.came(outside, arrived)
-        before = {name: preset.before(one) if came[name] else one.grad for name, one in {**held, **outside}.items()}
+        before = {name: preset.before(one) for name, one in {**held, **outside}.items() if came[name]}
         return {name: value for name, value in before.items() if value is not None}
 
     def _frozen_with_gradient(self, arrived: Set[str]) -> set[str]:

@@ -139,10 +139,11 @@ class Rejoin:
         in_shares.intersection_update(*(one.in_shares for one in told))
         loose = {name for one in everyone for name in one}
         words, factor = self._changes.in_words(), queue.scaling.after(queue.buckets[-1].footer.weight)
-        names = [name for name in everyone[queue.transport.rank] if name in now]
-        done = self._summed_already([n for n in names if not idle or n in renamed.keys() - misfits], now)
-        before = {**noticed.before, **done}
-        gradients = {name: now[name].grad for name in names if not idle} | done
+        is_new = {name: has for name, has in everyone[queue.transport.rank].items() if name in now}
+        done = self._summed_already([n for n in is_new if not idle or n in renamed.keys() - misfits], now)
+        gradients = {name: now[name].grad for name in is_new if not idle} | done
+        stand = {n: g for n, g in gradients.items() if g is not None and (n in done or not is_new[n])}
+        before = noticed.before if queue.preset is None else {**noticed.before, **stand}
         contributions = {n: Contribution(g, before.get(n)) for n, g in gradients.items() if g is not None}
         partly = [name for name in loose if not all(name in one for one in everyone)]
         carried = self._changes.carried({olds.get(name, name): name for name in partly})

@@ -147,6 +147,36 @@ def test_a_rank_with_nothing_to_give_is_not_waited_for() -> None:
     assert run_ranks(worker, 3) == [[2.0] * 4, [2.0] * 4, []]
 
 
+@pytest.mark.parametrize("zeroed", [True, False])
+@pytest.mark.parametrize("idle", [0, 1])
+def test_a_rank_that_gives_nothing_to_the_pass_in_which_all_follow(idle: int, zeroed: bool) -> None:
+    """What it holds back comes in the next pass of its own; where it holds nothing, no further plan is made."""
+
+    def worker(transport: LocalTransport) -> tuple[list[float | None], int]:
+        layers, found = torch.nn.ModuleList([torch.nn.Linear(1, 1, bias=False) for _ in range(2)]), []
+        layers[1].requires_grad_(False)
+        sync = stretto.attach(layers, transport=transport, check_every=0)
+        for number in range(1, 8):
+            if zeroed:
+                layers.zero_grad()
+            if number == 3 and transport.rank == 0:
+                layers[1].requires_grad_(True)
+                with sync.no_sync():
+                    (layers[1].weight * 4).sum().backward()
+                layers[1].requires_grad_(False)
+            if number == 4 and transport.rank == idle:
+                sync.shadow_pass()
+            else:
+                layers[0].weight.sum().backward()
+            found.append(of(layers[1].weight))
+        return found, sync.statistics.plans
+
+    then = None if zeroed else 2.0
+    late = ([None] * 5 + [2.0, then], 3)
+    soon = [([None] * 3 + [2.0] + [then] * 3, 2), ([None] * 7, 2)]
+    assert run_ranks(worker, 2) == (soon if idle else [late] * 2)
+
+
 @pytest.mark.parametrize("comes_first", ["a", "c"])
 @pytest.mark.parametrize("reduce", ["mean", "sum"])
 def test_what_was_in_grad_before_stays_there(reduce: str, comes_first: str) -> None:
@@ -313,6 +343,27 @@ def test_the_pass_in_which_one_notices_or_all_are_to_follow_fails(failing: int) 
         [*before, "void", "PeerError", *after],
         [*before, "ValueError", "PeerError", *after],
     ]
+
+
+def test_what_was_given_back_to_a_pass_that_fails_does_not_come_again() -> None:
+    """With sparse gradients the other ranks raise in that pass, and the next one counts."""
+
+    def worker(transport: LocalTransport) -> list[float | str | None]:
+        layers, found = one_and_a_convolution(), list[float | str | None]()
+        layers["e"] = torch.nn.Embedding(2, 1, sparse=True)
+        stretto.attach(layers, transport=transport, check_every=0)
+        for number in range(1, 8):
+            layers.zero_grad()
+            try:
+                loss_of(layers, transport.rank, number, fails=number == 4 and transport.rank == 0).backward()
+                found.append(of(layers["c"].weight))
+            except (ValueError, stretto.PeerError) as error:
+                found.append(type(error).__name__)
+        return found
+
+    first, second = run_ranks(worker, 2)
+    assert first == [1.5, 1.5, None, "ValueError", 1.5, 1.5, 1.5]
+    assert second == [1.5, 1.5, None, "PeerError", 1.5, 1.5, 1.5]
 
 
 def mean_of_two(transport: Any, _: None, bucket: Any) -> torch.futures.Future[torch.Tensor]:

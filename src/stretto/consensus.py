@@ -116,10 +116,8 @@ class Consensus:
         said, seat = list[int](self._forward.says(self._queue.pass_number)), self._queue.peers.seat
         if self._beside.places.known is not None:
             said += self._beside.says()
-        if seat.with_others and not seat.all_know:
-            said.append(Control.WITH_OTHERS)
-        if self.uneven is not None:
-            said += self.uneven.says()
+        said += [Control.WITH_OTHERS] * (seat.with_others and not seat.all_know)
+        said += () if self.uneven is None else self.uneven.says()
         if self._queue.comm_hook is None:  # which may have each rank step by itself, as post-localSGD
             said += self.spot_checks.says(self._queue.pass_number)
         said += self.unattached.says(self._queue.pass_number)
@@ -220,8 +218,8 @@ class Consensus:
                 raise error
             self._failure = void.given_up_here(self._queue)
 
-    def catch_up(self) -> None:
-        """Before a pass: act on words of the last one that arrived late."""
+    def catch_up(self, *, idle: bool) -> None:
+        """Before a pass, to which this rank gives nothing if ``idle``: act on words of the last that arrived late."""
         if self._late_words is not None:
             try:
                 self.act_on(self._late_words, idle=self._was_idle)
@@ -231,6 +229,8 @@ class Consensus:
                 self._failure = error
             finally:
                 self._late_words = None
+        if not idle:
+            self._rejoin.postponed.resume()
 
     def act_on(self, words: ControlWords, noticed: Noticed | None = None, *, idle: bool = False) -> None:
         """Do what all ranks do after these words. Collective.
@@ -298,7 +298,7 @@ class Consensus:
         if fixes_plan(self._queue.comm_hook):
             self._rejoin.refuse()
         if words is self._late_words:
-            self._rejoin.postponed.resume()
+            self._rejoin.postponed.follow()
         else:
             self._rejoin.all_together(noticed or Noticed(), idle=idle)
             self._replan_policy = ReplanPolicy()

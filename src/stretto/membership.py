@@ -92,9 +92,7 @@ class Membership:
     def __init__(self, module: torch.nn.Module, options: Options, apart: Callable[[], Iterable[torch.Tensor]]) -> None:
         self.options = options
         self._apart = apart
-        self.suspect = False
-        self._arrived: set[int] = set()
-        self._module = weakref.ref(module)
+        self._module, self.suspect = weakref.ref(module), False
         self._came: Callable[[], object] | None = None
         self._preset: Preset | None = None
         self._survivors: Survivors | None = None
@@ -105,7 +103,7 @@ class Membership:
         self._planned: dict[str, weakref.ref[torch.nn.Parameter]] = {}
         self._frozen: dict[str, weakref.ref[torch.nn.Parameter]] = {}
         self._returned, self._waiting = set[str](), set[str]()
-        self._trained_outside = set[int]()
+        self._arrived, self._trained_outside = set[int](), set[int]()
 
     def watch(self, came: Callable[[], object], none_left: Callable[[], None], preset: Preset | None = None) -> None:
         """From now on call ``came`` when an outsider gets a gradient. See watch.py for other callers.
@@ -201,6 +199,10 @@ class Membership:
     def got_gradient(self, parameter: torch.Tensor) -> bool:
         """Whether an outsider may have got one in this pass, or in ones without synchronisation before it."""
         return id(parameter) in self._arrived or not self.hooked(parameter)
+
+    def claim(self, parameter: torch.Tensor) -> None:
+        """An outsider has got one, as another observer has seen."""
+        self._arrived.add(id(parameter))
 
     def orphans(self) -> list[str]:
         """Where the module was freed: outsiders of it that live on, and have got a gradient since."""

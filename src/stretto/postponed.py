@@ -5,7 +5,7 @@
 On an accelerator, ranks that have noticed nothing read the words after their step. If those that have followed at once,
 a layer would be stepped by them first, or the messages would cross those of a sharded step. So the gradients that no
 bucket has carried are held back: no rank steps with them before all have their mean. They then count as if they had
-come without synchronisation before the next pass.
+come without synchronisation before the next pass in which this rank has a part: to a shadow pass it gives nothing.
 """
 
 from __future__ import annotations
@@ -75,10 +75,20 @@ class Postponed:
         came = {name: one for name, one in self._changes.misfits().items() if name in noticed.arrived}
         return {name: one for name, one in (outside | came).items() if one.grad is not None}
 
+    def follow(self) -> None:
+        """All ranks with batches are to follow at the end of the pass that begins."""
+        self._is_due = True
+
+    def pass_by(self) -> None:
+        """All have followed, in a pass to which this rank gave nothing; what it holds back comes in its next one."""
+        self._is_due = self._is_due and bool(self._held)
+
     def resume(self) -> None:
-        """A pass begins at whose end all ranks are to follow: give back what was held."""
-        self._is_due, preset = True, self._queue.preset
-        for reference, gradient in self._held:
+        """A pass begins in which this rank has a part: give back what was held, if it is to follow."""
+        if not self._is_due:
+            return
+        preset, held, self._held = self._queue.preset, self._held, []  # once, even if the pass is given up
+        for reference, gradient in held:
             if (one := reference()) is None or one.shape != gradient.shape:
                 continue
             if preset is not None:
@@ -90,3 +100,5 @@ class Postponed:
                 preset.accumulated(one)
             if id(one) in self._tracker.index_of:
                 self._tracker.unsynchronized.add(self._tracker.index_of[id(one)])
+            else:
+                self._members.claim(one)  # forgotten, if all others have followed meanwhile

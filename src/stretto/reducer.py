@@ -198,7 +198,7 @@ class Reducer:
         with self.queue.lock:
             return self._arrivals.is_open or self._enter()
 
-    def _next_pass(self) -> None:
+    def _next_pass(self, *, idle: bool = False) -> None:
         """Deal with what the last pass left, and count."""
         self.queue.peers.refuse_misplaced()
         self.queue.peers.seat.in_pass = True
@@ -210,7 +210,7 @@ class Reducer:
             self.uneven.begin(self.queue, self._beside.places)
         if not self.queue.pass_number:
             self._consensus.meet()
-        self._consensus.catch_up()
+        self._consensus.catch_up(idle=idle)
         self.queue.pass_number += 1
         self.queue.peers.seat.begins(self.queue.pass_number)
 
@@ -292,7 +292,7 @@ class Reducer:
         """Begin a pass of the other ranks with nothing to give. Collective."""
         queue = self.queue
         with queue.lock, torch.no_grad(), self.failing:
-            self._next_pass()
+            self._next_pass(idle=True)
             queue.presence.announce_nothing(len(queue.buckets), later=queue.waits_within and queue.peers.seat.all_know)
         self._is_idle = True
 

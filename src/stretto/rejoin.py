@@ -164,6 +164,8 @@ class Rejoin:
             among = {name: one for name, one in rows.items() if name in loose}
             reduce_rows(queue, among, dtypes, everyone, rows_used, before, factor, release=not idle)
         queue.replans += 1
+        if idle:
+            self.postponed.pass_by()
         self._tell(words, plan, [one.unseen for one in told])
 
     def _agree(

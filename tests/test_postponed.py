@@ -108,23 +108,32 @@ def test_other_strides_that_one_rank_alone_sees(reduce: str, sharded: bool, zero
     assert run_ranks(worker, 2) == [right] * 2
 
 
+@pytest.mark.parametrize("zeroed", [True, False])
+@pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("reduce", ["mean", "sum"])
-def test_a_layer_that_one_rank_alone_has_replaced_by_one_like_it(reduce: str) -> None:
-    """Until all follow, it steps with what the buckets have carried for the others."""
+def test_a_layer_that_one_rank_alone_has_replaced_by_one_like_it(reduce: str, kept: bool, zeroed: bool) -> None:
+    """Until all follow, it steps with what the buckets have carried for the others, which counts once.
+
+    The old layer may live on, as an optimizer has it.
+    """
 
     def worker(transport: LocalTransport) -> list[float | None]:
         layers, found = torch.nn.ModuleList([torch.nn.Linear(1, 1, bias=False) for _ in range(2)]), []
+        old = layers[1] if kept else None
         stretto.attach(layers, transport=transport, check_every=0, reduce=reduce)
         for number in range(1, 6):
-            layers.zero_grad()
+            if zeroed or number < 4:
+                layers.zero_grad()
             if number == 3 and transport.rank == 0:
                 layers[1] = torch.nn.Linear(1, 1, bias=False)
             sum(layer.weight.sum() * (1 + transport.rank) for layer in layers).backward()
             found.append(of(layers[1].weight))
+        del old
         return found
 
-    mean = 3.0 if reduce == "sum" else 1.5
-    assert run_ranks(worker, 2) == [[mean, mean, mean * 2 / 3, mean * 4 / 3, mean]] * 2
+    mean, share = (3.0, 1) if reduce == "sum" else (1.5, 0.5)
+    late = [2 * share, mean + share, mean] if zeroed else [2 * share, 2 * mean, 3 * mean]
+    assert run_ranks(worker, 2) == [[mean, mean, *late]] * 2
 
 
 def test_a_rank_with_nothing_to_give_is_not_waited_for() -> None:

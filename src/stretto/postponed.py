@@ -59,7 +59,8 @@ class Postponed:
 
     def hold_back(self, noticed: Noticed) -> None:
         """Take out of ``.grad`` what no bucket has carried, and leave there what the other ranks have."""
-        lost = self._lost(noticed)
+        lost, planned = self._lost(noticed), self._changes.held()
+        here = {id(one) for one in self._members.everything().values()}
         carried = self._changes.carried({name: name for name in lost})
         for name, one in lost.items():
             assert one.grad is not None
@@ -68,6 +69,8 @@ class Postponed:
             one.grad = before
             if others is not None and others.shape == one.shape:
                 one.grad = torch.empty_like(one).copy_(others)
+                if (old := planned.get(name)) is not None and id(old) not in here:
+                    old.grad = None  # of a layer that was replaced: it would be sent once more
 
     def _lost(self, noticed: Noticed) -> dict[str, torch.nn.Parameter]:
         everything, old_names = self._members.everything().items(), self._changes.old_names()

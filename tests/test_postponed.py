@@ -11,6 +11,7 @@ from models import Fails, words_come_late
 
 import stretto
 from stretto.testing import LocalTransport, run_ranks
+from stretto.words import LENGTH, Control, ControlWords
 
 
 @pytest.fixture(autouse=True)
@@ -184,6 +185,25 @@ def test_a_rank_that_gives_nothing_to_the_pass_in_which_all_follow(idle: int, ze
     late = ([None] * 5 + [2.0, then], 3)
     soon = [([None] * 3 + [2.0] + [then] * 3, 2), ([None] * 7, 2)]
     assert run_ranks(worker, 2) == (soon if idle else [late] * 2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ranks", "noticed", "idle", "all_have"),
+    [
+        (torch.bfloat16, 256, 255, 1, True),
+        (torch.bfloat16, 257, 256, 0, False),  # whether of one more, it cannot say
+        (torch.float32, 300, 256, 0, False),
+        (torch.float32, 300, 256, 44, True),
+        (torch.complex64, 300, 300, 0, True),
+    ],
+)
+def test_more_ranks_than_a_dtype_can_count_never_follow_at_once(
+    dtype: torch.dtype, ranks: int, noticed: int, idle: int, all_have: bool
+) -> None:
+    """A rank would wait for one that has not noticed, and steps."""
+    words = torch.zeros(LENGTH, dtype=dtype)
+    words[Control.CHANGED], words[Control.RAN_OUT] = noticed, idle
+    assert ControlWords(words).all_have_noticed(ranks) is all_have
 
 
 @pytest.mark.parametrize("comes_first", ["a", "c"])

@@ -128,11 +128,15 @@ class ControlWords:
     def all_have_noticed(self, world_size: int) -> bool:
         """Whether all ranks with batches say that the module has changed: none has given up the pass. Reads them.
 
+        False where the dtype is too coarse to tell: a rank that took some for all would act without the others.
+
         Args:
             world_size: how many ranks there are.
         """
+        if self.words is None or world_size > 2 / torch.finfo(self.words.dtype).eps:
+            return False
         said = self.read()
-        return said[Control.CHANGED] >= min(world_size - said[Control.RAN_OUT], COUNTS)
+        return said[Control.CHANGED] >= world_size - said[Control.RAN_OUT]
 
     def ask_for_second_round(self, *, is_first: bool) -> bool:
         """Whether some rank does; words on their way from an accelerator are waited for in the first pass alone."""

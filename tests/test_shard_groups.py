@@ -465,16 +465,74 @@ def test_the_state_of_a_parameter_that_has_left_the_groups_can_be_taken_out(carr
             gone, group = net.second.weight, one.param_groups[0]
             group["params"] = [p for p in group["params"] if p is not gone]
             train(net, one, transport.rank, range(3, 3 + steps))
-            one.state.pop(gone, None)
+            assert isinstance(one.state.pop(gone), dict)
+            with pytest.raises(KeyError):
+                del one.state[gone]
             train(net, one, transport.rank, range(5, 7))
             group["params"].append(gone)
             train(net, one, transport.rank, range(7, 9))
             group["params"] = [p for p in group["params"] if p is not gone]
-            one.state.pop(gone, None)
+            del one.state[gone]
         assert_same(model, plain)
         assert_same_state(sharded.unshard().state_dict(), optimizer.state_dict())
 
     carrier(worker, 2)
+
+
+@pytest.mark.parametrize("place", ["the same", "the last"])
+def test_a_parameter_whose_state_was_taken_out_begins_anew_though_no_step_came_meanwhile(
+    carrier: Any, place: str
+) -> None:
+    def worker(transport: Any) -> None:
+        model, sharded, sync, plain, optimizer = pair(transport)
+        saved = []
+        for net, one in ((model, sharded), (plain, optimizer)):
+            train(net, one, transport.rank, range(3))
+            gone, group = net.second.weight, one.param_groups[0]
+            before, others = group["params"], [p for p in group["params"] if p is not gone]
+            group["params"] = others
+            one.state.pop(gone)
+            group["params"] = before if place == "the same" else [*others, gone]
+            saved.append(one.state_dict())
+            train(net, one, transport.rank, range(3, 6))
+        assert transport.rank or saved[0]["state"].keys() == saved[1]["state"].keys()
+        assert_alike(transport, model, sharded, plain, optimizer)
+        sync.detach()
+
+    carrier(worker, 2)
+
+
+def test_a_state_that_one_rank_alone_has_taken_out_is_refused() -> None:
+    def worker(transport: Any) -> None:
+        model, sharded, sync, plain, optimizer = pair(transport)
+        train(model, sharded, transport.rank, range(2))
+        backward(model, transport.rank, 2)
+        group, gone = sharded.param_groups[0], model.second.weight
+        before = group["params"]
+        if transport.rank:
+            group["params"] = [p for p in before if p is not gone]
+            sharded.state.pop(gone)
+            group["params"] = before
+        with pytest.raises(stretto.ModelMismatchError) as caught:
+            sharded.step()
+        assert str(caught.value) == (
+            f"rank {transport.rank}, pass 3: parameter group 0 differs between rank 0 and rank 1: second.weight, "
+            "second.weight (without its state).\n"
+            "No rank has stepped. Set the same on all ranks, schedules included; then all can go on. Step several "
+            "optimizers in one order, which inside Join is that of its list."
+        )
+        sync.detach()
+
+    shared(worker, 2)
+
+
+def test_what_is_no_parameter_may_be_looked_for_in_the_state() -> None:
+    def worker(transport: Any) -> None:
+        _, sharded, sync, *_ = pair(transport)
+        assert sharded.state.pop("all", 3) == 3
+        sync.detach()
+
+    shared(worker, 2)
 
 
 def test_a_parameter_that_has_left_the_module_as_well_leaves_no_state_behind_unshard(carrier: Any) -> None:

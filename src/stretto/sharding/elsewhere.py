@@ -26,10 +26,10 @@ class Elsewhere(defaultdict[torch.Tensor, Any]):
     Args:
         optimizer: has the parameters.
         where: how messages begin.
-        forget: drops what is kept of a parameter that has left the groups.
+        forget: drops what is kept of a parameter that has left the groups, and returns it; None if there is nothing.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, where: str, forget: Callable[[torch.Tensor], object]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, where: str, forget: Callable[[torch.Tensor], Any]) -> None:
         super().__init__(dict)
         self._forget = forget
         self._optimizer = optimizer
@@ -94,8 +94,8 @@ class Elsewhere(defaultdict[torch.Tensor, Any]):
 
     def __delitem__(self, key: torch.Tensor) -> None:
         self._refuse_own(key)
-        self._forget(key)
-        super().__delitem__(key)
+        if self._forget(key) is None or super().__contains__(key):
+            super().__delitem__(key)
 
     def __contains__(self, key: object) -> bool:
         """True for its parameters; torch's compiler asks this wherever it meets an optimizer."""
@@ -107,10 +107,13 @@ class Elsewhere(defaultdict[torch.Tensor, Any]):
         return super().get(key, default)
 
     def pop(self, key: torch.Tensor, *default: Any) -> Any:
-        """As of a dict, where it is no parameter of the optimizer."""
+        """As of a dict, where it is no parameter of the optimizer.
+
+        Of a parameter that has left the groups since the last step, the state is still in shares: an empty one is given.
+        """
         self._refuse_own(key)
-        self._forget(key)
-        return super().pop(key, *default)
+        left = self._forget(key)
+        return super().pop(key, *(default if left is None else (left,)))
 
     def setdefault(self, key: torch.Tensor, default: Any = None) -> Any:
         """As of a dict, where it is no parameter of the optimizer."""

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import ModelMismatchError, SetupError
 from ..launch import LaunchQueue
@@ -57,8 +56,8 @@ class Groups:
         self._seen = _LastLook(0, (), 0)
         self.departed: dict[torch.Tensor, tuple[State, torch.dtype]] = {}
         """State and dtype of parameters that have left all groups and may come back; torch keeps the state too."""
-        self.forgotten = WeakIdKeyDictionary()
-        """Of those, whose state the program has dropped."""
+        self.forgotten = set[torch.Tensor]()
+        """Those that have left since the layout was made, and whose state the program has dropped."""
         self.remember()
 
     @property
@@ -83,12 +82,17 @@ class Groups:
 
     def _mark_now(self) -> int:
         places = {id(one()): place for place, one in enumerate(self._queue.references)}
-        members = [[places.get(id(one), -1 - one.numel()) for one in group["params"]] for group in self.all]
+        members = [
+            [(places.get(id(one), -1 - one.numel()), one in self.forgotten) for one in group["params"]]
+            for group in self.all
+        ]
         return hash((self._queue.peers.seat.key, *map(tuple, members)))
 
     def have_moved(self) -> bool:
-        """Whether groups have other parameters than remembered."""
+        """Whether groups have other parameters than remembered, or one that has been away, and lost its state there."""
         now = [group["params"] for group in self.all]
+        if self.forgotten and not self.forgotten.isdisjoint(self.parameters):
+            return True
         return [*map(len, now)] != [*map(len, self._members)] or not all(
             all(map(operator.is_, ours, known)) for ours, known in zip(now, self._members, strict=True)
         )
@@ -105,11 +109,9 @@ class Groups:
             alive: the module's parameters.
         """
         known = {id(one) for one in self.parameters}
-        for one in self.parameters:
-            if one in self.forgotten:
-                del self.forgotten[one]
-        gone = [one for one in alive if one in states and id(one) not in known and one not in self.forgotten]
+        gone = [one for one in alive if one in states and id(one) not in known]
         self.departed = {one: (states[one], one.dtype) for one in gone}
+        self.forgotten.clear()
 
     def refuse_other_dtypes(self) -> None:
         """Raise ``SetupError`` if parameters have another dtype than in a new plan, and so than their gradients."""
@@ -182,7 +184,8 @@ class Groups:
     def facts(self) -> list[Any]:
         """See the function of this name."""
         names = {id(one()): name for name, one in zip(self._queue.names, self._queue.references, strict=True)}
-        return facts(self.optimizer, names)
+        lost = {id(one): f"{names.get(id(one), '?')} (without its state)" for one in self.forgotten}
+        return facts(self.optimizer, {**names, **lost})
 
     def refuse_patchwork(self, stepped: Sequence[Sequence[int]]) -> None:
         """Raise ``ModelMismatchError`` if ranks have stepped different optimizers, or with groups that are not alike.

@@ -231,14 +231,18 @@ class Shares:
 
         With ``departed``, also of parameters that have left the groups, unless they have left the module too.
         """
-        own, forgotten = self._groups.parameters, self._groups.forgotten
-        alive = {*own, *(one for one in self._reducer.members.all_parameters() if one not in forgotten)}
+        alive = {*self._groups.parameters, *self._reducer.members.all_parameters()} - self._groups.forgotten
         return ((one, state) for one, state in keeping.put_together(self._division, departed=departed) if one in alive)
 
-    def forget(self, parameter: torch.Tensor) -> None:
-        """The program drops the state of one that has left the groups."""
-        self._groups.forgotten[parameter] = True
-        self._groups.departed.pop(parameter, None)
+    def forget(self, parameter: torch.Tensor) -> State | None:
+        """The program drops the state of one that has left the groups: what this rank has of it whole, else None."""
+        groups, stepped = self._groups, (*self.layout.parameters.values(), *self._division.apart)
+        if parameter in groups.departed:
+            return groups.departed.pop(parameter)[0]
+        if parameter in groups.forgotten or all(one is not parameter for one in stepped):
+            return None
+        groups.forgotten.add(parameter)
+        return {}
 
     @torch.inference_mode(False)
     def kept(self) -> list[Kept]:

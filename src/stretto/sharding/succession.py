@@ -90,7 +90,8 @@ class Succession:
 
     def lay_out_again(self) -> None:
         """Along the plan in use now."""
-        before, states = self.now, dict[torch.Tensor, State](put_together(self.now, departed=True))
+        before, forgotten = self.now, self._groups.forgotten
+        states = {one: state for one, state in put_together(before, departed=True) if one not in forgotten}
         for parameter, state in states.items():
             follow_dtype(state, self._groups.dtype_before(parameter), parameter.dtype)
         self.now = self._divide(states, before)

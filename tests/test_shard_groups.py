@@ -431,6 +431,27 @@ def test_a_number_given_as_a_text_is_refused_before_any_rank_has_stepped(carrier
     (shared if where is not None else carrier)(worker, 2)
 
 
+class Moded(torch.optim.SGD):
+    """A choice that is a text, or False for none."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.defaults["mode"] = False
+        for group in self.param_groups:
+            group.setdefault("mode", False)
+
+
+def test_a_choice_may_be_a_text_where_the_default_is_false() -> None:
+    def worker(transport: Any) -> None:
+        model = Net()
+        sync = stretto.attach(model, transport=transport)
+        sharded = sync.shard(Moded([{"params": [*model.parameters()], "mode": "fast"}], lr=0.1))
+        train(model, sharded, transport.rank, range(1))
+        sync.detach()
+
+    run_ranks(worker, 2)
+
+
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_parameter_that_has_left_the_groups_finds_its_state_behind_unshard(carrier: Any, steps: int) -> None:
     """As in torch, which keeps it in ``optimizer.state`` until the program takes it out. ``steps``: without it."""

@@ -152,7 +152,8 @@ class Groups:
 
     def _refuse_texts(self) -> None:
         """Raise ``TypeError``, as torch would amid its step, when other ranks may have stepped; this one has not."""
-        numbers = [key for key, value in self.optimizer.defaults.items() if isinstance(value, (int, float))]
+        known = self.optimizer.defaults.items()
+        numbers = [key for key, value in known if isinstance(value, (int, float)) and not isinstance(value, bool)]
         for place, group in enumerate(self.all):
             for key in numbers:
                 if isinstance(group.get(key), str):

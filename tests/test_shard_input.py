@@ -658,8 +658,8 @@ def test_another_optimizer_does_not_step_what_ranks_have_in_one_memory() -> None
         )
 
 
-@pytest.mark.parametrize("follows_a_new_group", [False, True])
-def test_what_a_dropped_sharded_optimizer_has_stepped_is_stepped_once_by_a_plain_one(follows_a_new_group: bool) -> None:
+@pytest.mark.parametrize("before", ["", "a new group", "a new group, and a state is loaded"])
+def test_what_a_dropped_sharded_optimizer_has_stepped_is_stepped_once_by_a_plain_one(before: str) -> None:
     """With its handle, and without unshard(): a notebook's cell, or a function that returns the optimizer alone."""
 
     def worker(transport: Any) -> None:
@@ -669,9 +669,12 @@ def test_what_a_dropped_sharded_optimizer_has_stepped_is_stepped_once_by_a_plain
             sync = stretto.attach(model, transport=transport)
             optimizer: Any = torch.optim.SGD(model.first.parameters(), lr=0.1)
             optimizer = stretto.shard(optimizer, sync) if shards else optimizer
-            if follows_a_new_group:
+            if before:
                 optimizer.add_param_group({"params": [*model.second.parameters()]})
-            train(model, optimizer, transport.rank)
+            if "loaded" in before:  # for which parameters are laid out anew
+                optimizer.load_state_dict(optimizer.state_dict())
+            else:
+                train(model, optimizer, transport.rank)
             del sync, optimizer
             train(model, torch.optim.SGD(model.parameters(), lr=0.1), transport.rank)
             nets.append(model)

@@ -23,7 +23,6 @@ from .aliases import move
 from .elsewhere import Elsewhere
 
 if TYPE_CHECKING:
-    from .layout import Layout
     from .shares import Shares
 
 _SAMPLES = 64
@@ -49,17 +48,16 @@ class OtherSteps:
         self._harmless = weakref.WeakKeyDictionary[torch.optim.Optimizer, list[int]]()
         """Optimizers found harmless, with the numbers of parameters that their groups and the sharded one's had."""
         self._begun = weakref.WeakKeyDictionary[torch.optim.Optimizer, _Begun]()
-        self._layout: weakref.ref[Layout] | None = None
         self._lying: dict[int, int] = {}
         """Addresses in that memory, by ``id`` of the parameter there."""
-        self._follow(shares)
+        self._follow()
+        shares.when_followed(self._follow)
         listen(self._stepping)
 
-    def _follow(self, shares: Shares | None) -> None:
-        if shares is None or (self._layout is not None and self._layout() is shares.layout):
+    def _follow(self) -> None:
+        if (shares := self._shares()) is None:
             return
         layout = shares.layout
-        self._layout = weakref.ref(layout)
         self._lying = {id(one): layout.views[index].data_ptr() for index, one in layout.parameters.items()}
         for one in layout.parameters.values():
             _watchers[one] = self
@@ -72,7 +70,6 @@ class OtherSteps:
         if isinstance(optimizer.state, Elsewhere):
             if getattr(optimizer, "original", None) is self._optimizer():
                 self._steps += begins
-                self._follow(self._shares())
         elif not begins:
             begun = self._begun.pop(optimizer, None)
             if begun is not None and begun.steps == self._steps and begun.have_changed():

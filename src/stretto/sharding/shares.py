@@ -9,7 +9,7 @@ See meetings.py for [Note: two meetings] and [Note: half a step].
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -114,6 +114,10 @@ class Shares:
     @property
     def _division(self) -> Division:
         return self._succession.now
+
+    def when_followed(self, call: Callable[[], None]) -> None:
+        """Call it whenever parameters have been laid out anew."""
+        self._succession.has_followed = call
 
     def _catch_up(self, *, ask: bool) -> None:
         """Follow the current plan and groups, as the next step would. Collective if they changed, or with ``ask``."""

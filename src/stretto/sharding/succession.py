@@ -12,6 +12,7 @@ import torch
 
 from ..errors import PeerError
 from ..reducer import Reducer
+from ..seat import nothing
 from .compiled import CompilerWatch
 from .division import Division
 from .groups import Groups
@@ -38,6 +39,8 @@ class Succession:
     def __init__(self, kind: Kind, groups: Groups, reducer: Reducer, meetings: Meetings, *, overlap: bool) -> None:
         self._kind, self._groups, self._meetings, self._overlap = kind, groups, meetings, overlap
         self._queue, self._members, self._compiler = reducer.queue, reducer.members, CompilerWatch()
+        self.has_followed = nothing
+        """Called when parameters lie elsewhere."""
         self.now = self._divide(groups.optimizer.state, None)
 
     def _divide(self, states: Mapping[torch.Tensor, State], before: Division | None) -> Division:
@@ -96,6 +99,7 @@ class Succession:
             follow_dtype(state, self._groups.dtype_before(parameter), parameter.dtype)
         self.now = self._divide(states, before)
         self._groups.part_from(states, self._members.all_parameters())
+        self.has_followed()
 
     # Failures
 

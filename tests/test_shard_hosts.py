@@ -464,6 +464,23 @@ def test_a_piece_that_fails_is_no_piece_that_takes_its_time(first: type, monkeyp
         assert not done_within(share, timedelta(seconds=0.1))
 
 
+def test_a_sum_of_shares_without_memory_for_a_later_piece_has_sent_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank gave the pass up and sent the first piece again: Gloo ended the program."""
+    sent, joined = list[object](), iter([torch.zeros(1)])
+
+    def no_room(_: object) -> torch.Tensor:
+        if (one := next(joined, None)) is None:
+            raise MemoryError
+        return one
+
+    monkeypatch.setattr(exchange, "all_to_all", lambda *message: sent.append(message))
+    monkeypatch.setattr(exchange, "_joined", no_room)
+    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    with pytest.raises(MemoryError):
+        exchange.ShareSum(group, torch.zeros(2 * 400_000), 2 * 400_000)
+    assert not sent
+
+
 def test_shares_that_ctrl_c_leaves_under_way_are_never_freed() -> None:
     """A thread of Gloo that lets go of them last would ask for the lock of an interpreter that ends."""
 

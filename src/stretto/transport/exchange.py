@@ -125,8 +125,8 @@ class ShareSum:
         shares = [_cut(tensor[low:high], pieces) for low, high in bounds]
         self._own, self._words = shares[self._rank], tensor[shared:]
         others = [place for place in range(self._places) if place != self._rank]
-        self._exchanges: list[Exchange] = []
         self._received: list[torch.Tensor] = []
+        ready = []
         for number, own in enumerate(self._own):
             words = [self._words] if number == pieces - 1 else []
             received = tensor.new_empty((len(others), len(own) + sum(map(len, words))))
@@ -134,9 +134,13 @@ class ShareSum:
             sent = _joined([part for place in others for part in parts[place]])
             sizes = [sum(map(len, parts.get(place, ()))) for place in range(self._places)]
             arriving = [0 if place == self._rank else received.shape[1] for place in range(self._places)]
-            work = all_to_all(group, received.view(-1), sent, arriving, sizes)
-            self._exchanges.append(Exchange([work], [sent]))
+            ready.append((sent, arriving, sizes))
             self._received.append(received)
+        # Not before all have their memory: if it ran out amid the pieces, the first would have left, and meet another.
+        self._exchanges = [
+            Exchange([all_to_all(group, received.view(-1), sent, arriving, sizes)], [sent])
+            for received, (sent, arriving, sizes) in zip(self._received, ready, strict=True)
+        ]
         self._added = 0
         """How many pieces are in place."""
         self._has_failed = False

@@ -525,7 +525,7 @@ def test_a_parameter_whose_state_was_taken_out_begins_anew_though_no_step_came_m
 
 def test_a_state_that_one_rank_alone_has_taken_out_is_refused() -> None:
     def worker(transport: Any) -> None:
-        model, sharded, sync, plain, optimizer = pair(transport)
+        model, sharded, sync, *_ = pair(transport)
         train(model, sharded, transport.rank, range(2))
         backward(model, transport.rank, 2)
         group, gone = sharded.param_groups[0], model.second.weight

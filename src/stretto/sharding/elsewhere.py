@@ -109,7 +109,7 @@ class Elsewhere(defaultdict[torch.Tensor, Any]):
     def pop(self, key: torch.Tensor, *default: Any) -> Any:
         """As of a dict, where it is no parameter of the optimizer.
 
-        Of a parameter that has left the groups since the last step, the state is still in shares: an empty one is given.
+        Of one that has left the groups since the last step, the state is still in shares: it gives an empty one.
         """
         self._refuse_own(key)
         left = self._forget(key)

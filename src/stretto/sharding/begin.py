@@ -86,9 +86,9 @@ def begin(
     if elsewhere := [name for name, one in lying.items() if one.untyped_storage().is_shared()]:
         warn_of_other_processes(where, elsewhere)
     shares: Shares | None = None
-    for one in _replaced(optimizer):
-        one.end()
     try:
+        for one in _replaced(optimizer):
+            one.end()
         shares = Shares(optimizer, kind, reducer, keep_grads=asked.keep_grads, overlap=asked.overlap)
         sharded = ShardedOptimizer(optimizer, module, shares, beside, where)
     except BaseException as error:

@@ -684,6 +684,22 @@ def test_a_state_has_the_plain_optimizers_order(carrier: Any) -> None:
     carrier(worker, 2)
 
 
+def test_a_state_is_whole_where_ranks_have_their_groups_in_another_order(carrier: Any) -> None:
+    """The next step refuses that by name; what is saved before it must not mix the messages."""
+
+    def worker(transport: Any) -> None:
+        model, sharded, _, plain, optimizer = pair(transport)
+        for net, one in ((model, sharded), (plain, optimizer)):
+            train(net, one, transport.rank, range(2))
+        if transport.rank:
+            sharded.param_groups[0]["params"].reverse()
+        saved = sharded.state_dict()
+        if transport.rank == 0:
+            assert_same_state(saved, optimizer.state_dict())
+
+    carrier(worker, 2)
+
+
 def test_a_state_dict_of_the_model_is_as_large_as_ever(carrier: Any) -> None:
     def size(value: Any) -> int:
         buffer = io.BytesIO()

@@ -93,14 +93,9 @@ class Shares:
         """What steps this rank's share."""
         return self._succession.now.inner
 
-    @property
-    def is_replaced(self) -> bool:
-        """Whether the module was wrapped again, so that another handle has its gradients."""
-        return self._reducer.detached
-
     def refuse_replaced(self) -> None:
-        """Raise ``SetupError`` where the new handle would have to be followed."""
-        if self.is_replaced:
+        """Raise ``SetupError`` where the module was wrapped again, and the new handle would have to be followed."""
+        if self._reducer.detached:
             raise SetupError(
                 f"{self.peers.where}: the module was wrapped again since this optimizer was sharded. It goes on "
                 "stepping what it has, but cannot follow parameters that are added or converted.\n"

@@ -56,17 +56,17 @@ def whole_states(
         held: what this rank keeps, by parameter.
         specs: of all parameters of the layout's plan, which may be older than the queue's.
         queue: its transport carries what is kept by element, one message a parameter.
-        place_of: says when it is a parameter's turn, on all ranks alike.
+        place_of: says when it is a parameter's turn. Ranks may differ in that: those with lower numbers decide.
     """
-    told: dict[int, tuple[dict[str, torch.dtype], State]] = {}
+    told: dict[int, tuple[int, dict[str, torch.dtype], State]] = {}
     mine = {
-        index: ({key: value.dtype for key, value in parts[0].flat.items()}, parts[0].rest)
+        index: (place_of(index), {key: value.dtype for key, value in parts[0].flat.items()}, parts[0].rest)
         for index, parts in held.items()
     }
     for theirs in queue.peers.gather(mine):
         told = theirs | told
-    for index in sorted(told, key=lambda index: (place_of(index), index)):
-        numel, (dtypes, rest) = specs[index].numel, told[index]
+    for index in sorted(told, key=lambda index: (told[index][0], index)):
+        numel, (_, dtypes, rest) = specs[index].numel, told[index]
         nbytes = sum(numel * dtype.itemsize for dtype in dtypes.values())
         message = torch.zeros(nbytes, dtype=torch.uint8, device=specs[index].device)
         flats = _cut(message, numel, dtypes)

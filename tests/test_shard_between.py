@@ -708,6 +708,14 @@ def test_what_does_not_come_is_waited_for_once() -> None:
     assert waited == ["once", "came"]
 
 
+def test_a_parameter_may_arrive_in_another_thread_before_it_is_copied() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    Arrival([parameter], lambda: None)
+    copied = type(parameter).__deepcopy__
+    assert parameter.sum() == 2  # what the other does
+    assert torch.equal(copied(parameter, {}), parameter)
+
+
 def test_readers_of_what_does_not_come_are_let_go() -> None:
     """One exception is raised at each read, and kept the frames of all readers, with the batch of each."""
 

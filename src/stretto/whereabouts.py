@@ -188,7 +188,7 @@ def _is_torchs(call: FrameType) -> bool:
 
 
 def place_of_traceback(trace: TracebackType | None) -> str:
-    """The same for where an exception was raised; empty where that is not known."""
+    """The same line of where an exception was raised, a package's or the user's; empty where that is not known."""
     place, users = "", False
     for frame, line in traceback.walk_tb(trace):
         code = frame.f_code
@@ -198,7 +198,7 @@ def place_of_traceback(trace: TracebackType | None) -> str:
 
 
 def place_of_failure(trace: TracebackType | None, frame: FrameType | None) -> str:
-    """The same for an exception that is still on its way up through ``frame``, whose callers may be the user's."""
+    """That of an exception that is still on its way up through ``frame``, whose callers may be the user's."""
     users = [one for one, _ in traceback.walk_tb(trace) if is_users(one.f_code.co_filename)]
     above = None if users else _users(frame)
     return place_of_traceback(trace) if above is None else place_of_frame(above)

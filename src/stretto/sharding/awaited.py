@@ -111,7 +111,7 @@ class Arrival:
     def finish(self) -> None:
         """Wait until the parameters can be read. Harmless twice."""
         with self._lock:
-            if self._failed is not None:  # its traceback would grow with each read, and hold what readers have
+            if self._failed is not None:  # its traceback would grow with each read, and hold what all readers have
                 raise self._failed[0].with_traceback(self._failed[1])
             if self._arrive is not None:
                 try:
@@ -152,7 +152,8 @@ def _awaited(kind: type[torch.nn.Parameter]) -> type[torch.nn.Parameter]:
             return func(*args, **kwargs)
 
     def __deepcopy__(self: torch.nn.Parameter, memo: dict[int, Any]) -> Any:
-        self.__dict__[_KEY].finish()  # first: torch asks for the class, then for the values
+        if (arrival := self.__dict__.get(_KEY)) is not None:
+            arrival.finish()  # first: torch asks for the class, then for the values
         return copy.deepcopy(self, memo)
 
     own = {"__torch_function__": classmethod(__torch_function__), "__deepcopy__": __deepcopy__, _PLAIN: kind}
@@ -162,8 +163,8 @@ def _awaited(kind: type[torch.nn.Parameter]) -> type[torch.nn.Parameter]:
 def _arrivals_in(values: Any) -> Iterator[Arrival]:
     for value in values:
         if isinstance(value, torch.Tensor):
-            if _KEY in value.__dict__:
-                yield value.__dict__[_KEY]
+            if (arrival := value.__dict__.get(_KEY)) is not None:  # another thread may finish it meanwhile
+                yield arrival
         elif isinstance(value, (tuple, list)):
             yield from _arrivals_in(value)
         elif isinstance(value, dict):

@@ -33,7 +33,7 @@ def held(division: Division) -> dict[int, list[Held]]:
 def put_together(division: Division, *, departed: bool = False) -> Iterator[tuple[torch.Tensor, State]]:
     """The whole state by parameter, in the order of the groups, as a plain optimizer has it. Collective: exhaust it.
 
-    With ``departed``, also of those that left the groups.
+    Behind them come those that are not divided (sparse ones, say), and with ``departed`` those that left the groups.
     """
     layout, groups = division.layout, division.groups
     specs, known = layout.plan.parameters, {id(one): place for place, one in enumerate(groups.parameters)}

@@ -136,7 +136,7 @@ class ProcessGroupTransport(Transport):
         try:
             return self._in_flight.add(send(*arguments))
         except BaseException as error:
-            if not isinstance(error, Exception) or raised_by_handler(error):  # else nothing was sent
+            if not isinstance(error, Exception) or raised_by_handler(error):  # else it was refused
                 self.leftovers[0].is_of(self.rank, "", type(error).__name__)
             raise
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass
 
 import torch
 
@@ -15,26 +16,36 @@ from .membership import STAND_IN, Membership
 from .parts import fits
 from .sparse import SparseGradients
 from .specs import dtype_name
+from .tracker import ArrivalTracker
 from .wording import counted, name_list
 
 log = logging.getLogger("stretto")
 
 
+@dataclass(frozen=True)
+class Followers:
+    """The parts of a handle that follow its module."""
+
+    members: Membership
+    """What the module has."""
+    places: BufferPlaces
+    """Where its buffers are."""
+    queue: LaunchQueue
+    """Has the plan."""
+    tracker: ArrivalTracker
+    """Knows what has arrived."""
+    rows: SparseGradients
+    """The parameters in no bucket."""
+
+
 class Changes:
-    """Compares, on this rank.
+    """Compares, on this rank, the module with what follows it."""
 
-    Args:
-        members: what the module has.
-        places: where its buffers are.
-        queue: has the plan.
-        rows: the parameters in no bucket.
-    """
-
-    def __init__(self, members: Membership, places: BufferPlaces, queue: LaunchQueue, rows: SparseGradients) -> None:
-        self._members = members
-        self._places = places
-        self._queue = queue
-        self._rows = rows
+    def __init__(self, followers: Followers) -> None:
+        self._members = followers.members
+        self._places = followers.places
+        self._queue = followers.queue
+        self._rows = followers.rows
 
     def outside(self) -> dict[str, torch.nn.Parameter]:
         """Parameters of the module that neither the buckets nor ``rows`` carry, though they should, by name."""

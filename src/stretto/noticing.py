@@ -7,46 +7,26 @@ from collections.abc import Iterable, Set
 import torch
 
 from .bucket import Bucket
-from .buffers import BufferPlaces
-from .changes import Changes
+from .changes import Changes, Followers
 from .comm_hooks import fixes_plan
-from .launch import LaunchQueue
-from .membership import Membership
 from .postponed import Noticed, Postponed
 from .preset import Preset
-from .sparse import SparseGradients
 from .specs import describe_parameters
-from .tracker import ArrivalTracker
 from .withheld import Withheld
 
 
 class Noticing:
-    """Looks at this rank's module.
+    """Looks at this rank's module."""
 
-    Args:
-        members: what it has.
-        places: where its buffers are.
-        queue: has the plan.
-        tracker: knows what has arrived.
-        rows: the parameters in no bucket.
-    """
-
-    def __init__(
-        self,
-        members: Membership,
-        places: BufferPlaces,
-        queue: LaunchQueue,
-        tracker: ArrivalTracker,
-        rows: SparseGradients,
-    ) -> None:
-        self.changes = Changes(members, places, queue, rows)
+    def __init__(self, followers: Followers) -> None:
+        self.changes = Changes(followers)
         """Compares it with the plan."""
-        self.postponed = Postponed(self.changes, members, queue, tracker)
-        self._members = members
-        self._places = places
-        self._queue = queue
-        self._tracker = tracker
-        self._rows = rows
+        self.postponed = Postponed(self.changes, followers)
+        self._members = followers.members
+        self._places = followers.places
+        self._queue = followers.queue
+        self._tracker = followers.tracker
+        self._rows = followers.rows
 
     def look(self) -> Noticed | None:
         """At the end of a pass: does the plan no longer fit the module?"""

@@ -16,10 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .changes import Changes
-from .launch import LaunchQueue
-from .membership import Membership
-from .tracker import ArrivalTracker
+from .changes import Changes, Followers
 
 
 @dataclass(frozen=True)
@@ -35,20 +32,13 @@ class Noticed:
 
 
 class Postponed:
-    """What this rank holds back, and whether it is to notice a change that others have.
+    """What this rank holds back, and whether it is to notice a change that others have."""
 
-    Args:
-        changes: compares the module with the plan.
-        members: what the module has.
-        queue: has the plan.
-        tracker: knows what has arrived.
-    """
-
-    def __init__(self, changes: Changes, members: Membership, queue: LaunchQueue, tracker: ArrivalTracker) -> None:
+    def __init__(self, changes: Changes, followers: Followers) -> None:
         self._changes = changes
-        self._members = members
-        self._queue = queue
-        self._tracker = tracker
+        self._members = followers.members
+        self._queue = followers.queue
+        self._tracker = followers.tracker
         self._held: list[tuple[weakref.ref[torch.nn.Parameter], torch.Tensor]] = []
         self._is_due = False
 

@@ -27,6 +27,7 @@ from .arrivals import owner_of
 from .beside import Beside
 from .broadcast import CoalescedMessages
 from .buffers import BufferPlaces
+from .changes import Followers
 from .check import Inspection
 from .comm_hooks import CommHook
 from .consensus import Consensus
@@ -37,7 +38,6 @@ from .family import Family
 from .forward import ForwardWatch
 from .launch import LaunchQueue
 from .membership import Membership
-from .noticing import Noticing
 from .peers import Peers
 from .plan import BucketPlan
 from .rejoin import Rejoin
@@ -89,8 +89,7 @@ class Reducer:
         self.failing = Failing(self.queue, self._stop, members.everything)
         self.tracker = ArrivalTracker([*parameters.values()], self.queue, self, self._first_arrival, self._progressed)
         self._arrivals = self.tracker.arrivals
-        self._noticing = Noticing(members, places, self.queue, self.tracker, self.sparse)
-        self._rejoin = Rejoin(self._noticing, members, places, self.queue, self.tracker, self.sparse)
+        self._rejoin = Rejoin(Followers(members, places, self.queue, self.tracker, self.sparse))
         dropped = functools.partial(self.failing.in_engine, lambda given_up: self.family.give_up(given_up))
         self._end = OutermostEnd(lambda: self.family.settle(), self._arrivals.close, dropped)
         self._forward = ForwardWatch(members.module(), self, self.queue, self.failing, self._end)
@@ -148,7 +147,7 @@ class Reducer:
             arrivals.remove()
             self.sparse.unhook()
             self.members.let_go()
-            del self.tracker, self._end, self._noticing, self._rejoin, self._consensus, self._stepped_alone
+            del self.tracker, self._end, self._rejoin, self._consensus, self._stepped_alone
 
     def start_watching(self, observer: object) -> None:
         """Tell it of events from now on. An observer of single gradients sees each when it arrives."""
@@ -224,7 +223,7 @@ class Reducer:
         self.tracker.begin()
         self._arrivals.open()
         if self.queue.presence.active:
-            self._noticing.drop_withheld()
+            self._rejoin.noticing.drop_withheld()
             with self.failing:  # interrupted there: unknown whether the map has left
                 self.queue.announce(self.tracker.foresee(), later=self.waits)
         if self._events.pass_started:
@@ -249,7 +248,7 @@ class Reducer:
         try:
             rows, scheduled = beside.prepare() if carries else None, tracker.as_scheduled()
             contributed = tracker.contributed(scheduled=scheduled)  # first: what is loose, is looked at next
-            noticed = self._noticing.look()
+            noticed = self._rejoin.noticing.look()
             says = self._consensus.says(scheduled=scheduled) + [Control.CHANGED] * (noticed is not None)
             queue.launch_rest(contributed - queue.loose, says)
         except BaseException as error:

@@ -19,7 +19,7 @@ that has some. 8. What is loose and sparse, if any is.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -27,18 +27,14 @@ import torch
 from .agreement import Statement, agree, state_model
 from .arrivals import owner_of
 from .broadcast import broadcast_coalesced
-from .buffers import BufferPlaces
-from .changes import warn_of_unseen
+from .changes import Followers, warn_of_unseen
 from .errors import SetupError
-from .launch import LaunchQueue
 from .loose import Contribution, reduce_dense, reduce_rows
-from .membership import Membership, named, unfit
+from .membership import named, unfit
 from .noticing import Noticing
 from .plan import BucketPlan
 from .postponed import Noticed
 from .sizing import plan_for
-from .sparse import SparseGradients
-from .tracker import ArrivalTracker
 from .usage import follow_a_change, used_by
 from .withheld import Alive, complete, give_back_whole
 from .wording import describe_ranks, name_list, ranks_by
@@ -64,33 +60,48 @@ class _Told:
     """As :meth:`Membership.unseen`."""
 
 
+class _AllTold:
+    """What follows from it, the same on all ranks."""
+
+    def __init__(self, told: Sequence[_Told]) -> None:
+        def is_renamed_on_all(name: str, old: str) -> bool:
+            return all(one.renamed.get(name) == old for one in told)
+
+        self.renamed = {name: old for name, old in told[0].renamed.items() if is_renamed_on_all(name, old)}
+        self.loose_on = [
+            {name: has for name, has in one.loose.items() if name not in self.renamed or name in one.misfits}
+            for one in told
+        ]
+        """For each rank, what is loose there, and whether there is a gradient of this pass."""
+        self.loose = {name for one in self.loose_on for name in one}
+        self.loose_on_some = [name for name in self.loose if not all(name in one for one in self.loose_on)]
+        self.in_shares = set.intersection(*(one.in_shares for one in told))
+        self.unseen = [one.unseen for one in told]
+
+
+@dataclass(frozen=True)
+class _Owed:
+    """What this rank has of gradients that the old buckets did not carry, or not for all ranks."""
+
+    contributions: dict[str, Contribution]
+    before: Mapping[str, torch.Tensor]
+    """What was in ``.grad`` before, where it matters."""
+    carried: dict[str, torch.Tensor]
+    """Sums that the old buckets have from the other ranks."""
+
+
 class Rejoin:
-    """Follows, on all ranks, what any of them has noticed.
+    """Follows, on all ranks, what any of them has noticed."""
 
-    Args:
-        noticing: compares the module with the plan.
-        members: what the module has.
-        places: where its buffers are.
-        queue: has the plan.
-        tracker: knows what has arrived.
-        rows: the parameters in no bucket.
-    """
-
-    def __init__(
-        self,
-        noticing: Noticing,
-        members: Membership,
-        places: BufferPlaces,
-        queue: LaunchQueue,
-        tracker: ArrivalTracker,
-        rows: SparseGradients,
-    ) -> None:
-        self._changes, self.postponed = noticing.changes, noticing.postponed
-        self._members = members
-        self._places = places
-        self._queue = queue
-        self._tracker = tracker
-        self._rows = rows
+    def __init__(self, followers: Followers) -> None:
+        self.noticing = Noticing(followers)
+        """What this rank has noticed."""
+        self._changes, self.postponed = self.noticing.changes, self.noticing.postponed
+        self._members = followers.members
+        self._places = followers.places
+        self._queue = followers.queue
+        self._tracker = followers.tracker
+        self._rows = followers.rows
 
     def refuse(self) -> None:
         """With a comm hook, which knows buckets by their index, only harmless changes can be followed.
@@ -124,49 +135,78 @@ class Rejoin:
         queue, members = self._queue, self._members
         members.keep({name for waiting in queue.peers.gather(noticed.waiting) for name in waiting})
         wanted, rows = members.wanted(), members.rows()
-        now = {**wanted, **rows}
         plan = plan_for(wanted, members.options, queue.transport, [queue.names[i] for i in queue.plan.order])
         module = self._agree(wanted, rows, plan)
         complete(queue.buckets, queue.transport, queue.wait_for)  # before anything moves, should a rank fail here
         give_back_whole(queue.buckets, but=wanted.values())  # frozen ones that leave the plan may still be stepped
-        in_shares = {name for name, one in wanted.items() if queue.in_shares.holds(one)}
-        renamed, misfits = self._renamed(now)
-        loose_here = self._loose(wanted, rows, noticed.arrived, idle=idle)
-        mine = _Told(loose_here, in_shares, renamed, misfits, members.unseen())
-        told = queue.peers.gather(mine)
-        olds = {n: old for n, old in renamed.items() if all(one.renamed.get(n) == old for one in told)}
-        everyone = [{n: has for n, has in one.loose.items() if n not in olds or n in one.misfits} for one in told]
-        in_shares.intersection_update(*(one.in_shares for one in told))
-        loose = {name for one in everyone for name in one}
+        mine = self._tell_of(wanted, rows, noticed.arrived, idle=idle)
+        told = _AllTold(queue.peers.gather(mine))
+        owed = self._take_out(told, mine, {**wanted, **rows}, noticed.before, idle=idle)
         words, factor = self._changes.in_words(), queue.scaling.after(queue.buckets[-1].footer.weight)
-        is_new = {name: has for name, has in everyone[queue.transport.rank].items() if name in now}
-        done = self._summed_already([n for n in is_new if not idle or n in renamed.keys() - misfits], now)
-        gradients = {name: now[name].grad for name in is_new if not idle} | done
-        stand = {n: g for n, g in gradients.items() if g is not None and (n in done or not is_new[n])}
-        before = noticed.before if queue.preset is None else {**noticed.before, **stand}
-        contributions = {n: Contribution(g, before.get(n)) for n, g in gradients.items() if g is not None}
-        partly = [name for name in loose if not all(name in one for one in everyone)]
-        carried = self._changes.carried({olds.get(name, name): name for name in partly})
-        rows_used = self._rows.used_by
-        used = used_by(queue) | rows_used
-        self._send_values(loose)
+        self._send_values(told.loose)
         self._places.begin_anew(module, queue.transport, queue.wait_for)
-        queue.in_shares = Alive(wanted[name] for name in in_shares)
-        queue.rebuild(wanted, plan)
-        self._tracker.rebuild(list(wanted.values()))
-        dtypes = members.options.reduce_dtypes(rows)
-        self._rows.rebuild(rows, dtypes)
-        follow_a_change(queue, self._rows, used, olds, everyone)
-        members.follow(now)
-        had = {name for name in loose if name in carried or any(one.get(name) for one in everyone)}
-        reduce_dense(queue, had & wanted.keys(), contributions, carried, factor, release=not idle)
-        if loose & rows.keys():
-            among = {name: one for name, one in rows.items() if name in loose}
-            reduce_rows(queue, among, dtypes, everyone, rows_used, before, factor, release=not idle)
+        rows_used = self._rows.used_by
+        self._follow(told, wanted, rows, plan)
+        had = {n for n in told.loose if n in owed.carried or any(one.get(n) for one in told.loose_on)}
+        reduce_dense(queue, had & wanted.keys(), owed.contributions, owed.carried, factor, release=not idle)
+        if among := {name: one for name, one in rows.items() if name in told.loose}:
+            dtypes = members.options.reduce_dtypes(rows)
+            reduce_rows(queue, among, dtypes, told.loose_on, rows_used, owed.before, factor, release=not idle)
         queue.replans += 1
         if idle:
             self.postponed.pass_by()
-        self._tell(words, plan, [one.unseen for one in told])
+        self._tell(words, plan, told.unseen)
+
+    def _tell_of(
+        self,
+        wanted: Mapping[str, torch.nn.Parameter],
+        rows: Mapping[str, torch.nn.Parameter],
+        arrived: Set[str],
+        *,
+        idle: bool,
+    ) -> _Told:
+        loose = self._loose(wanted, rows, arrived, idle=idle)
+        in_shares = {name for name, one in wanted.items() if self._queue.in_shares.holds(one)}
+        return _Told(loose, in_shares, *self._renamed({**wanted, **rows}), self._members.unseen())
+
+    def _take_out(
+        self,
+        told: _AllTold,
+        mine: _Told,
+        now: Mapping[str, torch.nn.Parameter],
+        before: Mapping[str, torch.Tensor],
+        *,
+        idle: bool,
+    ) -> _Owed:
+        """Before the old buckets go."""
+        queue = self._queue
+        is_new = {name: has for name, has in told.loose_on[queue.transport.rank].items() if name in now}
+        carried_by_name = mine.renamed.keys() - mine.misfits
+        done = self._summed_already([name for name in is_new if not idle or name in carried_by_name], now)
+        gradients = {name: now[name].grad for name in is_new if not idle} | done
+        if queue.preset is not None:
+            stand = {n: g for n, g in gradients.items() if g is not None and (n in done or not is_new[n])}
+            before = {**before, **stand}
+        contributions = {n: Contribution(g, before.get(n)) for n, g in gradients.items() if g is not None}
+        carried = self._changes.carried({told.renamed.get(name, name): name for name in told.loose_on_some})
+        return _Owed(contributions, before, carried)
+
+    def _follow(
+        self,
+        told: _AllTold,
+        wanted: Mapping[str, torch.nn.Parameter],
+        rows: Mapping[str, torch.nn.Parameter],
+        plan: BucketPlan,
+    ) -> None:
+        """New buckets; everything else of the handle after them."""
+        queue = self._queue
+        used = used_by(queue) | self._rows.used_by
+        queue.in_shares = Alive(wanted[name] for name in told.in_shares)
+        queue.rebuild(wanted, plan)
+        self._tracker.rebuild(list(wanted.values()))
+        self._rows.rebuild(rows, self._members.options.reduce_dtypes(rows))
+        follow_a_change(queue, self._rows, used, told.renamed, told.loose_on)
+        self._members.follow({**wanted, **rows})
 
     def _agree(
         self, wanted: Mapping[str, torch.nn.Parameter], rows: Mapping[str, torch.nn.Parameter], plan: BucketPlan

@@ -22,8 +22,8 @@ from warm import Rank, fork_ranks, in_warm_process
 
 import stretto
 from stretto.beside import Beside
-from stretto.consensus import Consensus
 from stretto.launch import LaunchQueue
+from stretto.replanning import Replanning
 from stretto.transport import memory, shared_memory, sums
 from stretto.transport.host import Host
 
@@ -184,7 +184,7 @@ PLACES = {
     "while ranks compare what they have": (attach, "agree", [1]),
     "before rank 0's values": (attach, "broadcast_coalesced", [1]),
     "before the first pass": (LaunchQueue, "adopt", [1]),
-    "before a plan is cut": (Consensus, "_replan", [1]),
+    "before a plan is cut": (Replanning, "follow_order", [1]),
     "with a plan that is not in use yet": (LaunchQueue, "adopt", [2]),
     "before buffers are sent": (Beside, "_send_buffers", [1, 2]),
     "before it waits": (Host, "wait", [1, 2, 12]),

@@ -1,6 +1,6 @@
 """What ranks say to each other behind the last bucket of a pass, and what all of them then do at the same pass.
 
-tracker.py, replan.py ──> says() ──> words in the last bucket ──sum──> act_on() ──> PeerError, new plan
+tracker.py, replanning.py ──> says() ──> words in the last bucket ──sum──> act_on() ──> PeerError, new plan
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import logging
 from collections.abc import Sequence
 from typing import NoReturn
 
-import torch
-
 from . import void
 from .beside import Beside
 from .check import fingerprint
@@ -20,17 +18,14 @@ from .errors import CommunicationError, PeerError, StrettoError, UnsupportedErro
 from .forward import ForwardWatch
 from .launch import LaunchQueue
 from .membership import Membership
-from .plan import BucketPlan
 from .postponed import Noticed
 from .rejoin import Rejoin
-from .replan import ReplanPolicy, complete_order, recut
+from .replanning import Replanning
 from .same_batches import SameBatches
 from .spot_checks import SpotChecks
 from .tracker import ArrivalTracker
-from .transport.base import Work
 from .unattached import Unattached
 from .uneven import Uneven
-from .usage import carry_over, ranks_that_had
 from .wording import name_list
 from .words import COUNTS, Control, ControlWords
 
@@ -68,8 +63,8 @@ class Consensus:
         self.unattached = Unattached(members, queue.peers, speaks=queue.transport.rank == 0)
         """Whether ranks hold equal values of parameters that are stepped but not reduced here."""
         self._same_batches = SameBatches(queue, wanted=members.options.check_every != 0)
-        self._replan_policy = ReplanPolicy()
-        self._order_under_way: tuple[torch.Tensor, Work] | None = None
+        self.replanning = Replanning(queue, tracker)
+        """Whether buckets in another order are worth it."""
         self._late_words: ControlWords | None = None
         self._was_idle = False  # in the pass that they are of
         self._failure: PeerError | None = None  # of the pass before, to be told at the end of this one
@@ -122,17 +117,15 @@ class Consensus:
             said += self.spot_checks.says(self._queue.pass_number)
         said += self.unattached.says(self._queue.pass_number)
         said += self._same_batches.says(self._queue.pass_number)
-        if scheduled and not self._replan_policy.deferred:
+        if scheduled and not self.replanning.is_deferred:
             return said
         if not scheduled:
             self._refuse_late()
             left = self._queue.buckets[: self._queue.launched]
             if self._tracker.unforeseen() or any(bucket.late() for bucket in left):
                 said.append(Control.LATE)
-        if self._queue.transport.rank == 0 and not fixes_plan(self._queue.comm_hook):
-            order, number = self._tracker.arrival_order(), self._queue.pass_number
-            if self._replan_policy.drifted(self._queue.plan, order, number):
-                said.append(Control.WANTS_REPLAN)
+        if self.replanning.wants():
+            said.append(Control.WANTS_REPLAN)
         return said
 
     def says_idle(self) -> list[int]:
@@ -269,9 +262,9 @@ class Consensus:
         self._same_batches.hear(said)
         presence.hear(bool(said[Control.ABSENT]), possible=words.on_host and self._queue.comm_hook is None)
         if said[Control.WANTS_REPLAN] or is_first:
-            self._replan()
+            self.replanning.follow_order()
         elif presence.active and (cuts := presence.apart(self._queue.plan)):
-            self._adopt(recut(self._queue.plan, self._queue.plan.order, cuts))
+            self.replanning.cut(cuts)
 
     def _refuse_mixed(self) -> NoReturn:
         """What each rank holds is nobody's mean, and each is amid another call: see footer.py, [Note: marks]."""
@@ -301,7 +294,7 @@ class Consensus:
             self._rejoin.postponed.follow()
         else:
             self._rejoin.all_together(noticed or Noticed(), idle=idle)
-            self._replan_policy = ReplanPolicy()
+            self.replanning.begin_anew()
         return True
 
     def _refuse_early_failure(self, said: Sequence[float], *, idle: bool, too_late: bool) -> None:
@@ -319,32 +312,3 @@ class Consensus:
         """Whether some ranks said so, and others that have batches did not."""
         could = self._queue.transport.world_size - round(said[Control.RAN_OUT])
         return 0 < round(said[word]) < min(could, COUNTS)
-
-    def send_order(self) -> None:
-        """Put rank 0's order of arrival under way, which ``_replan`` waits for. Collective."""
-        if self._order_under_way is None:
-            order = complete_order(self._queue.plan, self._tracker.last_order)
-            message = torch.tensor(order, dtype=torch.int64, device=self._queue.devices[0])
-            self._order_under_way = message, self._queue.transport.broadcast(message)
-
-    def _replan(self) -> None:
-        """Collective. Cut new buckets in the order in which rank 0's gradients arrived."""
-        self.send_order()
-        assert self._order_under_way is not None
-        (message, work), self._order_under_way = self._order_under_way, None
-        self._queue.wait_for(work, "the order of gradients")
-        self._replan_policy.learnt(self._tracker.last_order, self._queue.pass_number)
-        self._adopt(recut(self._queue.plan, message.tolist()))
-
-    def _adopt(self, plan: BucketPlan) -> None:
-        """Use another plan, the same on all ranks, from the next pass on."""
-        if plan == self._queue.plan:
-            return
-        counts = ranks_that_had(self._queue.buckets)
-        with torch.no_grad():
-            self._queue.adopt(plan)
-            carry_over(counts, self._queue.buckets)
-        self._queue.replans += 1
-        self._tracker.follow_again()
-        if self._queue.events.plan_changed:
-            self._queue.events.emit(self._queue.events.plan_changed, self._queue.pass_number, plan)

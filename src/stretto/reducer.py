@@ -325,7 +325,7 @@ class Reducer:
             self.queue.launch_given_up()
             self._given_up.buffers = self._beside.send_given_up()
             if not self.queue.tells and self.queue.pass_number == 1:
-                self._consensus.send_order()  # peers do not know of the failure
+                self._consensus.replanning.send_order()  # peers do not know of the failure
 
     def _stop(self) -> None:
         self.running = self.queue.peers.seat.in_pass = False

@@ -15,11 +15,11 @@ from .agreement import Statement, agree, state_model
 from .broadcast import broadcast_coalesced
 from .errors import AlreadyAttachedError, SetupError, StrettoError
 from .handle import Synchronizer
-from .membership import named, stand_in, trained, wrapping
 from .options import Buffers, Options, dtype_patterns, names_of, names_of_sparse, patterns, refuse_arguments
 from .peers import Peers
 from .reducer import Reducer, reducer_of
 from .scaling import Reduce
+from .selection import named, stand_in, trained, wrapping
 from .sizing import plan_for, suit_link
 from .transport import Transport, TransportName, choose
 from .transport.choose import carrier_of, refuse_other_kinds, refuse_unknown_name, warn_of_group_of_one, warn_of_tasks

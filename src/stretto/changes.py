@@ -12,8 +12,9 @@ import torch
 from .buffers import BufferPlaces
 from .errors import SetupError
 from .launch import LaunchQueue
-from .membership import STAND_IN, Membership
+from .membership import Membership
 from .parts import fits
+from .selection import STAND_IN
 from .sparse import SparseGradients
 from .specs import dtype_name
 from .tracker import ArrivalTracker

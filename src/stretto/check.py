@@ -10,7 +10,8 @@ from torch.nn.parameter import is_lazy
 
 from .buffers import BufferPlaces
 from .errors import ReplicaError
-from .membership import Membership, wrapping
+from .membership import Membership
+from .selection import wrapping
 from .transport.base import as_reals, in_one_row
 from .wording import describe_ranks, name_list, ranks_by
 

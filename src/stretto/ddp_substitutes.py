@@ -29,8 +29,8 @@ from torch.nn.parallel.distributed import _find_tensors, _MixedPrecision
 from .engine import left_uncompiled
 from .errors import SetupError, UnsupportedError
 from .forward import called_from, lowest
-from .membership import STANDS_FOR
 from .options import gives_rows
+from .selection import STANDS_FOR
 from .withheld import Alive
 from .wording import name_list
 

@@ -42,7 +42,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from .engine import OutermostEnd, RecomputedEnough, compiled_inside, current_task, left_uncompiled
 from .failing import Failing
 from .launch import LaunchQueue
-from .membership import STANDS_FOR
+from .selection import STANDS_FOR
 from .watch import refuse_around
 from .words import Control
 

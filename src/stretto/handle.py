@@ -19,7 +19,7 @@ from .engine import left_uncompiled
 from .errors import SetupError, UnsupportedError
 from .events import Events
 from .family import unite
-from .membership import Membership, named, parameters_of, trained
+from .membership import Membership, parameters_of
 from .options import Options
 from .peers import Peers
 from .plan import BucketPlan
@@ -27,6 +27,7 @@ from .preset import Preset
 from .recorder import Sampler
 from .reducer import Reducer
 from .report import Report
+from .selection import named, trained
 from .settings import Settings
 from .sharding import Asked, ShardedOptimizer, begin, clip, refuse_idle, with_memory
 from .tracing import ToEnter, nothing_traced, tracing

@@ -30,10 +30,10 @@ from .broadcast import broadcast_coalesced
 from .changes import Followers, warn_of_unseen
 from .errors import SetupError
 from .loose import Contribution, reduce_dense, reduce_rows
-from .membership import named, unfit
 from .noticing import Noticing
 from .plan import BucketPlan
 from .postponed import Noticed
+from .selection import named, unfit
 from .sizing import plan_for
 from .usage import follow_a_change, used_by
 from .withheld import Alive, complete, give_back_whole

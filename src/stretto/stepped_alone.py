@@ -12,7 +12,8 @@ from torch.overrides import has_torch_function_unary
 
 from .arrivals import owner_of
 from .launch import LaunchQueue
-from .membership import Membership, ids_of, wrapping
+from .membership import Membership, ids_of
+from .selection import wrapping
 from .steps import leave, listen, name_in, stepped_by, stop_listening, tells_first
 from .tracker import ArrivalTracker
 from .wording import counted, name_list

@@ -20,9 +20,10 @@ from torch.overrides import has_torch_function_unary
 
 from .arrivals import owner_of
 from .check import unlike
-from .membership import Membership, ids_of, wrapping
+from .membership import Membership, ids_of
 from .peers import Peers
 from .seat import Seat
+from .selection import wrapping
 from .steps import listen, name_in, stepped_by, stop_listening
 from .wording import name_list
 from .words import Control

@@ -14,7 +14,7 @@ import torch
 from .bucket import Bucket
 from .errors import UnsupportedError
 from .launch import LaunchQueue
-from .membership import STAND_IN
+from .selection import STAND_IN
 from .sparse import SparseGradients
 from .wording import name_list
 

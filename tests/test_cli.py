@@ -359,6 +359,18 @@ def test_the_last_traceback_comes_with_its_causes_and_nothing_of_cpp() -> None:
     assert last_traceback(["fine"], [0.0]) is None
 
 
+def test_a_group_of_exceptions_has_a_traceback_too() -> None:
+    """As asyncio's ``TaskGroup`` raises; what it holds may only say that another rank has failed."""
+    cause = [BEGINNING, "KeyError: 1", "", "During handling of the above exception, another", ""]
+    group = [f"  + Exception Group {BEGINNING}", '  |   File "a"', "  | ExceptionGroup: x (1 sub-exception)"]
+    held = ["  +-+---------------- 1 ----------------", f"    | {BEGINNING}", "    | ValueError: x"]
+    lines = [*cause, *group, *held, "    +------------------------------------"]
+    found = last_traceback(lines, [0.0] * len(lines))
+    assert found == Traceback("\n".join(lines), 0.0) and not found.is_consequence
+    found = last_traceback([*group, *held[:2], f"    | {OF_ANOTHER}"], [0.0] * 6)
+    assert found is not None and found.is_consequence
+
+
 def test_a_traceback_in_colours_is_known_for_one_that_speaks_of_another() -> None:
     """As Python prints it from 3.13 on where FORCE_COLOR or PYTHON_COLORS is set."""
     with open(os.devnull, "wb") as sink:

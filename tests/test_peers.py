@@ -276,6 +276,28 @@ def test_a_program_that_ends_by_an_exception_is_quoted(
 
 
 @pytest.mark.ranks
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="groups of exceptions came with Python 3.11")
+def test_of_a_group_of_exceptions_the_first_is_quoted(tmp_path: Path) -> None:
+    body = """
+        step()
+        if rank == 0:
+            told()
+        else:
+            import asyncio
+            async def train():
+                step(wrong=True)
+            async def program():
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(train())
+            asyncio.run(program())
+    """
+    (code, printed, _), (failed, _, _) = ranks(tmp_path, body)
+    assert (code, failed) == (0, 1)
+    quoted = "forward: KeyError: 'no such token' (train.py:LINE in forward)"
+    assert within(printed, "PeerError", 4) == LEFT.format(0, 2, quoted)
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("when", "world", "meeting"), [("amid backward", 2, "tcp"), ("amid backward", 3, "file"), ("between", 2, "file")]
 )

@@ -11,6 +11,7 @@ likes. But a rank that had waited for more than three seconds has left a message
 
 from __future__ import annotations
 
+import builtins
 import os
 import re
 import sys
@@ -19,6 +20,7 @@ import traceback
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from types import FrameType
+from typing import Any
 
 from .whereabouts import place_of_traceback
 
@@ -29,6 +31,7 @@ WAYS_TO_LEAVE = {
 }
 """By which a rank leaves without having failed."""
 _FAILED_AND_LEFT = re.compile(r": ranks? ([\d, ]+) failed and left")  # blame.left_early says so
+_GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())  # from Python 3.11 on
 _RUNS_CHILDREN = "_bootstrap", "multiprocessing.process"
 _REDUCER = __file__.replace(os.sep, "/").replace("notes.py", "reducer.py")
 
@@ -123,13 +126,15 @@ def what_ends_this_process() -> BaseException | None:
 
     A program's is in ``sys.last_value``. In a child of multiprocessing it is being handled: its finalizers run in a
     ``finally``, and torch's launcher raises ``SystemExit`` in place of what it has written down. From Python 3.13 on
-    they run when it is gone: see :func:`has_failed`.
+    they run when it is gone: see :func:`has_failed`. Of a group, as asyncio's ``TaskGroup`` raises, it is the first.
     """
     if hasattr(sys, "ps1"):  # in an interactive session the last exception ended nothing
         return None
     error = sys.exc_info()[1] or getattr(sys, "last_exc", getattr(sys, "last_value", None))
     if isinstance(error, SystemExit):
-        return (error.__context__ or error) if error.code else None
+        error = (error.__context__ or error) if error.code else None
+    while isinstance(error, _GROUP):
+        error = error.exceptions[0]
     return error
 
 

@@ -25,14 +25,15 @@ KEPT_LINES = 400
 SILENCE_MS = 100
 """Seconds until a terminal shows what a rank has printed without an end of line, such as a prompt."""
 _ERASE = b"\r\x1b[K"
-_BEGINNING = "Traceback (most recent call last):"
+_BEGINNING = re.compile(r"(  \+ Exception Group )?Traceback \(most recent call last\):")
 _NO_PYTHON = re.compile(r'  File ".*", line \d+')
 _LINKS = ("During handling of the above exception", "The above exception was the direct cause")
 _OF_TORCH = re.compile(rb"\[rank\d+\]: ")  # torch puts the rank before each line of an exception, as we do
 _COLOURS = re.compile(r"\x1b\[[\d;]*m")  # of tracebacks too, from Python 3.13 on, where FORCE_COLOR is set
 _OF_CPP = re.compile(r"\[[IWEF]\d")  # torch's C++ log, which goes on after the exception
 _CONSEQUENCE = re.compile(
-    r"^(stretto\.errors\.(PeerError|CommunicationError)|torch\.distributed\.\w*DistBackendError|RuntimeError: .*"
+    r"^( *\| )?"  # of what a group holds
+    r"(stretto\.errors\.(PeerError|CommunicationError)|torch\.distributed\.\w*DistBackendError|RuntimeError: .*"
     r"(gloo|Gloo|Connection (reset|closed|refused)))"
 )
 
@@ -191,7 +192,7 @@ class Stream:
 
 def last_traceback(lines: Sequence[str], times: Sequence[float]) -> Traceback | None:
     """The last one, with those that it names as its cause, without what C++ printed after it."""
-    beginnings = [number for number, line in enumerate(lines) if line.startswith(_BEGINNING)]
+    beginnings = [number for number, line in enumerate(lines) if _BEGINNING.match(line)]
     if not beginnings:  # a script that is not Python has none of these lines
         beginnings = [number for number, line in enumerate(lines) if _NO_PYTHON.fullmatch(line)][-1:]
     if not beginnings:

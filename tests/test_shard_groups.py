@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,16 @@ def test_alone_a_parameter_has_one_optimizer_too() -> None:
     )
     assert len(other.param_groups) == 1 and one.param_groups
     sync.detach()
+
+
+def test_what_leaves_the_groups_and_the_module_is_freed() -> None:
+    model = Net()
+    sharded = stretto.shard(torch.optim.AdamW(model.parameters()), stretto.attach(model))
+    former = weakref.ref(model.last.weight)
+    model.last = torch.nn.Linear(model.last.in_features, model.last.out_features)
+    sharded.param_groups = [{**sharded.param_groups[0], "params": [*model.parameters()]}]
+    gc.collect()
+    assert former() is None
 
 
 # One rank alone

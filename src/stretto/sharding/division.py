@@ -127,8 +127,8 @@ class Division:
         stretches = Stretches(self.layout, self.queue.buckets)
         steps_whole = {id(one) for one in (*self.apart, *(mine[piece.index] for piece in self.pieces if is_whole))}
         try:
-            stretches.cut(self.parts, {index: group_of[id(one)] for index, one in mine.items()}, own)
-            made = Inner(self.groups, stretches, steps_whole, whole, before)
+            cut = stretches.cut(self.parts, {index: group_of[id(one)] for index, one in mine.items()}, own)
+            made = Inner(self.groups, stretches, steps_whole, {**whole, **cut}, before)
         except BaseException:
             stretches.forget()
             raise

@@ -28,7 +28,7 @@ class Inner:
         groups: of the user's optimizer.
         stretches: of parameters that are divided.
         whole: parameters that this rank steps undivided, by ``id``.
-        states: of those that have one.
+        states: by parameter, of stretches and of whole ones; those of others are not used.
         before: what stepped the share until now; it may count its steps in an attribute.
     """
 
@@ -43,30 +43,24 @@ class Inner:
         self._groups = groups
         self.stretches = stretches
         parameters: list[list[torch.nn.Parameter]] = [[] for _ in groups.all]
-        first: dict[torch.Tensor, State] = {}
         for stretch in stretches.all:
             parameters[stretch.group].append(stretch.parameter)
-            first[stretch.parameter] = stretch.state
         for own, group in zip(parameters, groups.all, strict=True):
-            for one in group["params"]:
-                if id(one) in whole:
-                    own.append(one)
-                    first[one] = states.get(one, {})
+            own += [one for one in group["params"] if id(one) in whole]
         built = [{**options_of(group), "params": own} for group, own in zip(groups.all, parameters, strict=True)]
         self._optimizer: torch.optim.Optimizer = build_like(before._optimizer if before else groups.optimizer, built)
-        self.state.update({parameter: state for parameter, state in first.items() if state})
+        self.state.update({one: states[one] for own in parameters for one in own if states.get(one)})
         self._given = given(self._optimizer)
         self._step = bare_step(self._optimizer)  # hooks have been called by now
         methods = type(self._optimizer), self._step.func
         self._is_of_torch = all(one.__module__.startswith("torch.optim.") for one in methods)
-        self._buckets = {stretch.parameter: stretch.bucket for stretch in stretches.all}
         self._by_bucket: dict[int | None, list[list[torch.Tensor]]] = {}
         """What is stepped with each bucket, by group; made on demand."""
 
     @property
     def step_in_turn(self) -> Callable[[int | None], None] | None:
         """Steps a bucket, given its number, or (None) what is in no bucket. None if impossible: see [Note: in turn]."""
-        return self._step_bucket if self._is_of_torch and self._buckets else None
+        return self._step_bucket if self._is_of_torch and self.stretches.all else None
 
     @property
     def state(self) -> dict[torch.Tensor, Any]:
@@ -95,9 +89,10 @@ class Inner:
         groups = self._optimizer.param_groups
         everything = [group["params"] for group in groups]
         if not self._by_bucket:
+            bucket_of = {stretch.parameter: stretch.bucket for stretch in self.stretches.all}
             for place, parameters in enumerate(everything):
                 for one in parameters:
-                    of_groups = self._by_bucket.setdefault(self._buckets.get(one), [[] for _ in groups])
+                    of_groups = self._by_bucket.setdefault(bucket_of.get(one), [[] for _ in groups])
                     of_groups[place].append(one)
         if bucket not in self._by_bucket:
             return  # this rank has no share of it
@@ -121,8 +116,6 @@ class Inner:
     def _split(self, stretch: Stretch, parts: Sequence[Stretch]) -> None:
         """A stretch was split into these: split its state too."""
         state = self.state.pop(stretch.parameter, {})
-        del self._buckets[stretch.parameter]
-        self._buckets |= {part.parameter: part.bucket for part in parts}
         self._by_bucket = {}
         numel = stretch.parameter.numel()
         for part in parts:

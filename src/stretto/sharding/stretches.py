@@ -13,7 +13,7 @@ import copy
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -38,8 +38,6 @@ class Stretch:
     """Lies in the layout; ``.grad`` is the same stretch of the bucket's slots, or None."""
     slots: torch.Tensor
     """The same stretch of the slots; it follows when the slots move."""
-    state: State = field(default_factory=dict)
-    """At the beginning."""
 
     @property
     def start(self) -> int:
@@ -137,8 +135,10 @@ class Stretches:
         """The parameters' slots; or the placeholder in ``.grad``, where each rank has only its share."""
         self._all_visible = True
 
-    def cut(self, pieces: Sequence[Piece], group_of: Mapping[int, int], states: Mapping[Piece, State]) -> None:
-        """Make the longest stretches of these pieces, given in order.
+    def cut(
+        self, pieces: Sequence[Piece], group_of: Mapping[int, int], states: Mapping[Piece, State]
+    ) -> dict[torch.Tensor, State]:
+        """Make the longest stretches of these pieces, given in order. Returns the state of each, by its parameter.
 
         Args:
             pieces: this rank's.
@@ -159,16 +159,19 @@ class Stretches:
                 runs[-1].append(piece)
             else:
                 runs.append([piece])
+        found: dict[torch.Tensor, State] = {}
         for run in runs:
-            state = _join([states.get(piece, {}) for piece in run], [piece.numel for piece in run])
-            self.all.append(self._stretch(run, group_of[run[0].index], state))
+            stretch = self._stretch(run, group_of[run[0].index])
+            self.all.append(stretch)
+            found[stretch.parameter] = _join([states.get(piece, {}) for piece in run], [piece.numel for piece in run])
         self._look_at()
+        return found
 
-    def _stretch(self, pieces: Sequence[Piece], group: int, state: State) -> Stretch:
+    def _stretch(self, pieces: Sequence[Piece], group: int) -> Stretch:
         first, last = pieces[0], pieces[-1]
         flat = self._layout.flat(first, last)
         slots = self._buckets[first.bucket].memory.stretch(first.start, last.stop)
-        return Stretch(pieces, group, torch.nn.Parameter(flat), slots, state)
+        return Stretch(pieces, group, torch.nn.Parameter(flat), slots)
 
     def _look_at(self) -> None:
         """Remember which gradients must be checked before each step."""
@@ -213,7 +216,7 @@ class Stretches:
         runs = [[*run] for _, run in groupby(stretch.pieces, self._where)]
         if len(runs) == 1:
             return [stretch]
-        parts = [self._stretch(run, stretch.group, {}) for run in runs]
+        parts = [self._stretch(run, stretch.group) for run in runs]
         place = self.all.index(stretch)
         self.all[place : place + 1] = parts
         self._buckets[stretch.bucket].memory.forget_stretch(stretch.slots)

@@ -6,6 +6,7 @@ import gc
 import logging
 import weakref
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from test_shard import CARRIERS, Net, assert_alike, assert_same, assert_same_sta
 from test_shared_memory import shared
 
 import stretto
+from stretto.membership import Membership
 from stretto.testing import run_ranks, spawn_ranks
 from stretto.withheld import Alive, Withheld
 
@@ -268,6 +270,24 @@ def test_options_that_stay_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 # Layers that are replaced
+
+
+def test_a_step_with_sparse_gradients_goes_through_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    walks, everything = [], Membership.everything
+    monkeypatch.setattr(Membership, "everything", lambda self: walks.append(get_ident()) or everything(self))
+
+    def worker(transport: Any) -> None:
+        model = torch.nn.Sequential(torch.nn.Embedding(8, 4, sparse=True), torch.nn.Linear(4, 2))
+        sync = stretto.attach(model, transport=transport)
+        sharded = stretto.shard(torch.optim.SGD(model.parameters(), lr=0.1), sync)
+        for _ in range(3):
+            sharded.zero_grad()
+            model(torch.tensor([transport.rank, 3])).sum().backward()
+            before = walks.count(get_ident())
+            sharded.step()
+        assert walks.count(get_ident()) == before  # the first two are looked at, as passes 1, 2, 4, 8
+
+    shared(worker, 2)
 
 
 def test_a_later_parameter_is_not_taken_for_one_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,9 +177,14 @@ def refuse_unreduced(optimizer: torch.optim.Optimizer, reducer: Reducer, where: 
         where: how the message begins.
     """
     known = {id(parameter) for parameter in reducer.parameters}
+    unknown = [
+        one for one in stepped_by(optimizer) if one.requires_grad and one.grad is not None and id(one) not in known
+    ]
+    if not unknown:  # as in most steps, which a walk over the module would make slower
+        return
     names = {id(parameter): name for name, parameter in reducer.members.everything().items()}
-    for one in stepped_by(optimizer):  # parameters no longer in the module are the user's business
-        if one.requires_grad and one.grad is not None and id(one) in names and id(one) not in known:
+    for one in unknown:
+        if id(one) in names:  # parameters no longer in the module are the user's business
             raise SetupError(
                 f"{where}: {names[id(one)]} has a gradient of this rank only: no pass has reduced it since it was "
                 "added to the optimizer.\nRun a backward outside no_sync() before the step, or zero_grad()."

@@ -31,6 +31,11 @@ _OF_TORCH = frozenset(
 _SEQUENCES = (tuple, list, set, frozenset)
 
 
+def values_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """What its groups hold, options and lists of parameters, to find out whether any of it is another object now."""
+    return [value for group in optimizer.param_groups for value in group.values()]
+
+
 def are_same(values: Sequence[Any], known: Sequence[Any]) -> bool:
     """Whether they are the same objects, not only equal ones: asked of all options before every step."""
     return len(values) == len(known) and all(map(operator.is_, values, known))
@@ -44,9 +49,9 @@ def comparable(value: Any) -> Any:
         return {str(comparable(key)): comparable(one) for key, one in value.items()}
     if isinstance(value, _SEQUENCES) and not (value and all(isinstance(one, torch.nn.Parameter) for one in value)):
         found = [*map(comparable, value)]
-        return (
-            tuple(found) if isinstance(value, tuple) else found if isinstance(value, list) else sorted(found, key=str)
-        )
+        if isinstance(value, (set, frozenset)):
+            return sorted(found, key=str)
+        return tuple(found) if isinstance(value, tuple) else found
     if is_scalar(value):
         differs_from_itself = isinstance(value, Number) and value != value
         return str(value) if differs_from_itself or isinstance(value, (Enum, torch.dtype, torch.device)) else value

@@ -13,7 +13,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
-from itertools import chain
 from numbers import Number
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -24,7 +23,7 @@ from ..errors import ModelMismatchError, SetupError
 from ..launch import LaunchQueue
 from ..specs import dtype_name
 from ..wording import describe_ranks, name_list
-from .attributes import are_same, comparable, is_scalar
+from .attributes import are_same, comparable, is_scalar, values_of
 from .meetings import leave_join
 from .rebuilt import options_of
 from .state import State
@@ -140,7 +139,7 @@ class Groups:
     def _number(self, *, has_moved: bool) -> int:
         lags = has_moved or self._queue.plan is not self._plan  # what is remembered goes with the layout
         mark = self._mark_now() if lags else self._mark
-        values = [*chain.from_iterable(group.values() for group in self.all)]
+        values = values_of(self.optimizer)
         seen = self._seen
         if mark == seen.mark and are_same(values, seen.values):
             return seen.number

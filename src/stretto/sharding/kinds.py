@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import SetupError, UnsupportedError
-from .attributes import are_same, comparable, is_plain, numbers_on
+from .attributes import are_same, comparable, is_plain, numbers_on, values_of
 from .probe import STEPS, equal, gradients, joined, numbers, random_state_kept
 from .rebuilt import bare_step, build_like, options_of, tried_options_of
 from .state import by_element
@@ -66,10 +66,8 @@ class KindWatch:
     def __init__(self, optimizer: torch.optim.Optimizer, kind: Kind) -> None:
         self._optimizer = optimizer
         self._kind = kind
-        self._known, self._values = [self._characters()], self._looked_at()
-
-    def _looked_at(self) -> list[Any]:
-        return [*chain.from_iterable(group.values() for group in self._optimizer.param_groups)]
+        self._known = [self._characters()]
+        self._values = values_of(optimizer)
 
     def _characters(self) -> list[dict[str, Any]]:
         return [{key: _character(value) for key, value in group.items()} for group in self._optimizer.param_groups]
@@ -85,18 +83,20 @@ class KindWatch:
             SetupError: an element's step now depends on its whole parameter, which is divided.
             UnsupportedError: parameters depend on each other now.
         """
-        values = self._looked_at()
+        values = values_of(self._optimizer)
         if not has_moved and are_same(values, self._values):
             return
         found = self._characters()
-        changed = has_moved or found not in self._known
-        if changed and kind_of(self._optimizer, where) is Kind.WHOLE and self._kind is Kind.ELEMENTWISE:
+        known = [] if has_moved else self._known
+        is_new = found not in known
+        if is_new and kind_of(self._optimizer, where) is Kind.WHOLE and self._kind is Kind.ELEMENTWISE:
             raise SetupError(
                 f"{where}: with the current options of {type(self._optimizer).__name__}, the step of an element "
                 "depends on its whole parameter, but parameters are divided by elements.\n"
                 "Build the optimizer with these groups, shard it, and load the state_dict() of this one."
             )
-        self._known, self._values = ([found] if has_moved else [*self._known, *[found] * changed]), values
+        self._known = [*known, found] if is_new else known
+        self._values = values
 
 
 def _character(value: object) -> object:

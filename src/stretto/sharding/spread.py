@@ -22,6 +22,7 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -81,8 +82,7 @@ class Spread:
         self._awaited = Awaited(compiler)
         self._host, self._shown = layout.host, layout.shown
         self._compiler = compiler
-        numbers = reversed(range(len(layout.plan.buckets))) if len(layout.hosts) > 1 else ()
-        self._buckets = [shares for number in numbers if (shares := _shares(layout, owned, number)).parameters]
+        self._buckets = _shares_by_bucket(layout, owned) if len(layout.hosts) > 1 else []
         self._spreading: Any = None
         if layout.is_shared and self._buckets and queue.transport.spreading is not None:
             self._spreading = queue.transport.spreading(len(self._buckets), self._wait_for)
@@ -211,10 +211,18 @@ def _receive_first(
         compare([one.view(torch.int64).tolist() for one in numbers])
 
 
-def _shares(layout: Layout, owned: Sequence[Sequence[Piece]], bucket: int) -> _OfBucket:
-    flats = [layout.rows([piece for piece in pieces if piece.bucket == bucket]) for pieces in owned]
-    members = layout.plan.buckets[bucket].indices
-    return _OfBucket(flats, [layout.parameters[i] for i in members if i in layout.parameters], bucket)
+def _shares_by_bucket(layout: Layout, owned: Sequence[Sequence[Piece]]) -> list[_OfBucket]:
+    """Those of buckets that have any, in the order in which forward needs them: the plan's last bucket first."""
+    rows = [
+        {number: layout.rows([*pieces]) for number, pieces in groupby(own, lambda piece: piece.bucket)} for own in owned
+    ]
+    found = []
+    for number in reversed(range(len(layout.plan.buckets))):
+        members = [i for i in layout.plan.buckets[number].indices if i in layout.parameters]
+        if members:
+            flats = [of_rank.get(number, []) for of_rank in rows]
+            found.append(_OfBucket(flats, [layout.parameters[index] for index in members], number))
+    return found
 
 
 def _joined(flats: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:

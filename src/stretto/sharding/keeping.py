@@ -54,53 +54,44 @@ def put_together(division: Division, *, departed: bool = False) -> Iterator[tupl
 def kept(division: Division) -> list[Kept]:
     """What this rank keeps for each parameter of which it steps any part, including those without a state so far."""
     layout, inner, mine, found = division.layout, division.inner, held(division), list[Kept]()
+    is_flat = division.kind is Kind.ELEMENTWISE
     for index, pieces in groupby(division.pieces, lambda piece: piece.index):
         spec, one = layout.plan.parameters[index], layout.parameters[index]
         parts = mine.get(index) or [Held(piece.first, piece.numel, {}, {}) for piece in pieces]
-        found.append(Kept(one, spec.shape, spec.strides, _joined(parts), is_new=index not in mine))
-    by_piece = {id(one.parameter) for one in found} if division.kind is Kind.ELEMENTWISE else set[int]()
+        found.append(Kept(one, spec.shape, spec.strides, _joined(parts), is_new=index not in mine, is_flat=is_flat))
     others = [kept_whole(one, inner.state.get(one)) for one in division.apart]
     found += [one for one in others if not one.is_new or one.parameter.requires_grad]
-    return with_first_states(division.groups.optimizer, found, by_piece)
+    return with_first_states(division.groups.optimizer, found)
 
 
 def _joined(parts: Sequence[Held]) -> Held:
     """Consecutive elements of one parameter, which were stepped in several stretches."""
-    flat = {key: torch.cat([part.flat[key] for part in parts]) for key in parts[0].flat} if parts[1:] else parts[0].flat
-    return Held(parts[0].first, sum(part.numel for part in parts), flat, parts[0].rest)
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    flat = {key: torch.cat([part.flat[key] for part in parts]) for key in first.flat}
+    return Held(first.first, sum(part.numel for part in parts), flat, first.rest)
 
 
 def kept_whole(parameter: torch.nn.Parameter, state: State | None) -> Kept:
     """What is held for a parameter that is stepped undivided."""
-    held = Held(0, parameter.numel(), {}, dict(state or {}))
-    return Kept(parameter, parameter.shape, parameter.stride(), held, is_new=not state)
+    whole = Held(0, parameter.numel(), {}, dict(state or {}))
+    return Kept(parameter, parameter.shape, parameter.stride(), whole, is_new=not state, is_flat=False)
 
 
-def with_first_states(
-    optimizer: torch.optim.Optimizer, found: Sequence[Kept], by_piece: set[int] | frozenset[int] = frozenset()
-) -> list[Kept]:
-    """Give those without a state so far the keys that they would have.
-
-    Args:
-        optimizer: with its groups.
-        found: what is kept.
-        by_piece: parameters of which flat pieces are stepped, by ``id``.
-    """
+def with_first_states(optimizer: torch.optim.Optimizer, found: Sequence[Kept]) -> list[Kept]:
+    """Give those without a state so far the keys that they would have. ``optimizer``: with its groups."""
     group_of = groups_of(optimizer)
     new = [one for one in found if one.is_new]
-    like = [
-        one.parameter.detach().new_empty(one.held.numel) if id(one.parameter) in by_piece else one.parameter.detach()
-        for one in new
-    ]
+    like = [one.parameter.detach() for one in new]
+    like = [it.new_empty(one.held.numel) if one.is_flat else it for it, one in zip(like, new, strict=True)]
     states = iter(states_after_steps(optimizer, like, [group_of[id(one.parameter)] for one in new]))
-    complete = []
-    for one in found:
-        if one.is_new:
-            held, state = one.held, next(states)
-            is_flat = id(one.parameter) in by_piece
-            one = one._replace(held=_held(held.first, held.numel, state) if is_flat else held._replace(rest=state))
-        complete.append(one)
-    return complete
+    return [_with_state(one, next(states)) if one.is_new else one for one in found]
+
+
+def _with_state(one: Kept, state: State) -> Kept:
+    first, numel = one.held.first, one.held.numel
+    return one._replace(held=_held(first, numel, state) if one.is_flat else Held(first, numel, {}, state))
 
 
 def _held(first: int, numel: int, own: State) -> Held:

@@ -37,6 +37,8 @@ class Kept(NamedTuple):
     held: Held
     is_new: bool
     """Nothing was kept so far: the keys are those that there would be, the values mean nothing."""
+    is_flat: bool
+    """It is stepped as flat pieces, so some of its state is kept by element."""
 
     @property
     def state(self) -> State:

@@ -658,6 +658,23 @@ def test_another_optimizer_does_not_step_what_ranks_have_in_one_memory() -> None
         )
 
 
+def test_another_optimizer_is_refused_though_it_has_stepped_as_many_others_before() -> None:
+    def worker(transport: Any) -> None:
+        model, apart = copy.deepcopy(START), torch.nn.Linear(30, 1)
+        sync = stretto.attach(model, transport=transport)
+        sharded = stretto.shard(adam(model), sync)
+        train(model, sharded, transport.rank)
+        plain = torch.optim.SGD(apart.parameters(), lr=0.1)
+        train(apart, plain, transport.rank, 1)
+        plain.param_groups[0]["params"] = [*model.second.parameters()]
+        before = [one.clone() for one in model.parameters()]
+        with pytest.raises(stretto.SetupError, match="this SGD steps parameters of a sharded AdamW"):
+            train(model, plain, transport.rank, 1)
+        assert all(map(torch.equal, before, model.parameters()))
+
+    shared(worker, 2)
+
+
 @pytest.mark.parametrize("before", ["", "a new group", "a new group, and a state is loaded"])
 def test_what_a_dropped_sharded_optimizer_has_stepped_is_stepped_once_by_a_plain_one(before: str) -> None:
     """With its handle, and without unshard(): a notebook's cell, or a function that returns the optimizer alone."""

@@ -45,8 +45,6 @@ class OtherSteps:
         self._optimizer, self._shares = weakref.ref(optimizer), weakref.ref(shares)
         self._where = where
         self._steps = 0
-        self._harmless = weakref.WeakKeyDictionary[torch.optim.Optimizer, list[int]]()
-        """Optimizers found harmless, with the numbers of parameters that their groups and the sharded one's had."""
         self._begun = weakref.WeakKeyDictionary[torch.optim.Optimizer, _Begun]()
         self._lying: dict[int, int] = {}
         """Addresses in that memory, by ``id`` of the parameter there."""
@@ -92,16 +90,11 @@ class OtherSteps:
 
     def _ours(self, optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
         """The sharded one's parameters that this one is about to step."""
-        mine, shares = self._optimizer(), self._shares()
-        if mine is None or shares is None or mine is optimizer:  # which elsewhere.py refuses
+        mine = self._optimizer()
+        if mine is None or mine is optimizer:  # which elsewhere.py refuses
             return []
-        numbers = [len(group["params"]) for one in (optimizer, mine) for group in one.param_groups]
-        if self._harmless.get(optimizer) == numbers:
-            return []
-        known = {*map(id, stepped_by(mine)), *map(id, shares.layout.parameters.values())}
+        known = {*map(id, stepped_by(mine)), *self._lying}  # each time: groups may get others, as many as before
         ours = [one for one in stepped_by(optimizer) if id(one) in known]
-        if not ours:
-            self._harmless[optimizer] = numbers
         return ours if any(one.grad is not None for one in ours) else []
 
     def _refusal(self, optimizer: torch.optim.Optimizer, steps: str, would: str) -> SetupError:
@@ -129,10 +122,10 @@ class _Begun:
 
 def _samples(parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
     flat = [one.detach().reshape(-1) for one in parameters]
-    return [one[_spread(len(one)).to(one.device)] for one in flat]
+    return [one[_places(len(one)).to(one.device)] for one in flat]
 
 
-def _spread(number: int) -> torch.Tensor:
+def _places(number: int) -> torch.Tensor:
     """Indices of samples; in a matrix they fall into many columns, since one may never have a gradient."""
     return torch.linspace(0, number - 1, min(number, _SAMPLES), dtype=torch.float64, device="cpu").long()
 

@@ -122,20 +122,22 @@ def _of_all_ranks(norms: torch.Tensor, queue: LaunchQueue, norm_type: float) -> 
         )
     queue.peers.refuse_misplaced()
     seat, told = queue.peers.seat, norms.new_zeros(3, transport.world_size)
-    told[2, transport.rank] = seat.key
+    norm_of, has_gradients, key_of = told.unbind()  # by rank
+    key_of[transport.rank] = seat.key
     if len(norms):
-        told[0, transport.rank], told[1, transport.rank] = torch.linalg.vector_norm(norms, norm_type), 1
+        norm_of[transport.rank] = torch.linalg.vector_norm(norms, norm_type)
+        has_gradients[transport.rank] = 1
     refuse_to_send(queue.peers, "waiting")
     seat.calls += 1  # for ranks that wait for this one in another call
     work = transport.all_reduce(told.view(-1))
     with queue.peers.in_call():
         queue.wait_for(work, NORM)
-    if others := [rank for rank, whose in enumerate(told[2].tolist()) if whose != seat.key]:
+    if others := [rank for rank, whose in enumerate(key_of.tolist()) if whose != seat.key]:
         raise CommunicationError(
             f"{queue.where}: gradients of another attached model were clipped on {describe_ranks(others)}, so "
             f"those of this one were not.\n{SAME_CALLS}"
         )
-    return told[0][told[1] > 0]
+    return norm_of[has_gradients > 0]
 
 
 def _visible(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:

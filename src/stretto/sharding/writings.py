@@ -64,7 +64,9 @@ def _harms(was: bytes, now: bytes, unit: int) -> bool:
     """Whether elements of so many bytes have got other values than a bound or two, as by ``mul_``."""
     elements = [(was[at : at + unit], now[at : at + unit]) for at in range(0, len(now), unit)]
     values = {after for before, after in elements if after != before}
-    return len(values) > _BOUNDS or 0 < len(values) <= len(elements) <= _BOUNDS
+    if len(elements) <= _BOUNDS:  # too few to tell a bound from any other value
+        return bool(values)
+    return len(values) > _BOUNDS
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,8 @@ class Writings:
             self._observer = None
 
     def _looks_at_all(self) -> bool:
-        return self._steps <= _FIRST or not (self._steps & self._steps - 1 and self._steps % _EVERY)
+        is_power_of_two = not self._steps & self._steps - 1
+        return self._steps <= _FIRST or is_power_of_two or not self._steps % _EVERY
 
     def found(self, layout: Layout) -> list[str]:
         """The names of parameters that this rank has written in the shared memory. Strayed ones lie elsewhere."""

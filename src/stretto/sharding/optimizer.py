@@ -61,7 +61,6 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         self.original = optimizer
         """The optimizer that was sharded. It keeps the groups, but no state."""
         self._of_torch: list[dict[str, Any]] = []
-        """The groups that torch's constructor puts together; later on nobody asks for them."""
         super().__init__(optimizer.param_groups, optimizer.defaults)
         Joins.__init__(self)
         self._elsewhere = None if shares is None else Elsewhere(optimizer, where, shares.forget)
@@ -78,8 +77,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         """Set by ``unshard()``, or when the handle ends."""
         self._handed_back = False
         """Set by ``unshard()``: the original has the state."""
-        self._of_torch = []  # or they would keep parameters that leave the groups
-        self._is_made = True
+        self._is_made, self._of_torch = True, []  # the list would keep parameters that leave the groups
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

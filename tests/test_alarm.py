@@ -38,7 +38,7 @@ for _ in range(3):
 def device(alarm=True):
     # Looked at once a second. Where an alarm is to come it goes on for a little: that says where the rank stands.
     until = time.monotonic() + (20.0 if alarm else 3.5)
-    while not (alarm and sync._peers.alarm.sounds) and time.monotonic() < until:
+    while not (alarm and sync._reducer.queue.peers.alarm.sounds) and time.monotonic() < until:
         time.sleep(0.02)
     time.sleep(0.3)
 """
@@ -100,7 +100,7 @@ def test_a_rank_that_has_had_fewer_batches_is_named(tmp_path: Path, meeting: str
     """Over NCCL the pass that it lacks is sent, and the device waits."""
     body = """
 if rank == 1:
-    sync._peers.seat.begins(4)
+    sync._reducer.queue.peers.seat.begins(4)
     device()
     told()
     os._exit(0)
@@ -116,7 +116,7 @@ def test_no_call_is_sent_to_a_rank_that_has_gone(tmp_path: Path) -> None:
 if rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 device()
-sync._peers._transport.all_gather_object = lambda value: print("SENT", flush=True)
+sync._reducer.queue.peers._transport.all_gather_object = lambda value: print("SENT", flush=True)
 told(lambda: sync.check())
 os._exit(0)
 """
@@ -133,7 +133,7 @@ def refuse(value):
 
 if rank == 0:
     device(alarm=False)
-    sync._peers._transport.all_gather_object = refuse
+    sync._reducer.queue.peers._transport.all_gather_object = refuse
     told(lambda: sync.check())
 sync.detach()
 """
@@ -241,7 +241,7 @@ def test_what_cannot_be_sent_is_told_with_rank_and_pass(kind: str, what: str) ->
             with pytest.raises(stretto.CommunicationError) as caught:
                 model(torch.ones(2, 3)).sum().backward()
             said = str(caught.value)
-            assert model[1].weight.grad is None and sync._peers.left
+            assert model[1].weight.grad is None and sync._reducer.queue.peers.left
             with pytest.raises(stretto.CommunicationError, match="has lost its place among the others"):
                 model(torch.ones(2, 3)).sum().backward()
             is_told.set()

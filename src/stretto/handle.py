@@ -48,7 +48,7 @@ class Synchronizer(Settings, NoModel):
     """What :func:`stretto.attach` returns: the handle on one attached module."""
 
     __slots__ = (  # noqa: SIM905  # so that sync.wieght = 3 raises
-        "module world_size sharded sampler comm_hooks observers _peers _transport _closes __weakref__"
+        "module world_size sharded sampler comm_hooks observers _was_attached _transport _closes __weakref__"
     ).split()
 
     def __init__(
@@ -68,7 +68,7 @@ class Synchronizer(Settings, NoModel):
         super().__init__(transport.rank if transport else 0, plan, options, BufferPlaces(module, options))
         self.module = module
         self.world_size = transport.world_size if transport else 1
-        self._peers = peers
+        self._was_attached = peers is not None
         self._transport = transport
         self._closes = closes  # a transport that the user made may carry other handles too
         self.comm_hooks: list[tuple[Hook, Any]] = []  # as registered, with their states
@@ -84,7 +84,7 @@ class Synchronizer(Settings, NoModel):
             unite(inside, [one._reducer for one in beside if one._reducer is not None], reducer)
 
     def __repr__(self) -> str:
-        return describe_shortly(self.module, self._reducer, was_attached=self._peers is not None)
+        return describe_shortly(self.module, self._reducer, was_attached=self._was_attached)
 
     def __deepcopy__(self, memo: object) -> Synchronizer:
         return self  # a copy of a module that holds its handle is not attached
@@ -127,7 +127,7 @@ class Synchronizer(Settings, NoModel):
         return self._reducer is not None and self._reducer.tracker.graph_changed
 
     def _refuse_ended(self, what: str) -> None:
-        if self._reducer is None and self._peers is not None:
+        if self._reducer is None and self._was_attached:
             raise SetupError(
                 f"rank {self.rank}: {what} after detach() knows of no other rank.\nUse it before detach()."
             )
@@ -253,7 +253,7 @@ class Synchronizer(Settings, NoModel):
 
     def describe(self) -> str:
         """What happens in a pass, in plain words, with the plan: ``print(sync.describe())``. Not collective."""
-        ended = self._reducer is None and self._peers is not None
+        ended = self._reducer is None and self._was_attached
         optimizers = [one.describe() for one in self.sharded]
         return describe(self._reducer, self._buffer_places, optimizers, is_detached=ended)
 
@@ -304,8 +304,10 @@ class Synchronizer(Settings, NoModel):
         self, optimizer: torch.optim.Optimizer, *, keep_grads: bool = True, overlap: bool = True
     ) -> ShardedOptimizer:
         """See :func:`stretto.shard`. Collective."""
+        if self._reducer is None and self._was_attached:
+            raise SetupError("shard: this handle has been detached.\nShard the optimizer before detach().")
         others = self.sharded = [one for one in self.sharded if not one.ended]
-        others.append(begin(optimizer, self.module, self._reducer, self._peers, others, Asked(keep_grads, overlap)))
+        others.append(begin(optimizer, self.module, self._reducer, others, Asked(keep_grads, overlap)))
         return others[-1]
 
     @left_uncompiled
@@ -338,3 +340,4 @@ class Synchronizer(Settings, NoModel):
         self._end()
         if self._transport is not None and self._closes:
             self._transport.close()
+        self._transport = None  # or a handle that is kept would keep what ranks share, and its file descriptors

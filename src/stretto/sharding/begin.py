@@ -44,7 +44,6 @@ def begin(
     optimizer: torch.optim.Optimizer,
     module: torch.nn.Module,
     reducer: Reducer | None,
-    peers: Peers | None,
     others: Sequence[ShardedOptimizer],
     asked: Asked,
 ) -> ShardedOptimizer:
@@ -54,7 +53,6 @@ def begin(
         optimizer: over parameters of the module.
         module: the attached one.
         reducer: has its gradients; None with one rank, which then steps everything.
-        peers: the other ranks.
         others: sharded optimizers of the handle.
         asked: the options.
 
@@ -62,14 +60,13 @@ def begin(
         SetupError: see :func:`stretto.shard`.
     """
     beside = next((one.beside for one in others), WeakSet[ShardedOptimizer]())
-    if reducer is None or peers is None:
-        if peers is not None:
-            raise SetupError("shard: this handle has been detached.\nShard the optimizer before detach().")
+    if reducer is None:
         _refuse(optimizer, module, others, "shard")
         kind_of(optimizer, "shard")
         reduced = [one for one in module.parameters() if one.requires_grad]
         refuse_others(optimizer, module, reduced, "shard")
         return ShardedOptimizer(optimizer, module, None, beside, "shard")
+    peers = reducer.queue.peers
     kind, stated, problem = Kind.ELEMENTWISE, list[Any](), None
     where = f"rank {reducer.transport.rank}, shard"
     try:

@@ -443,15 +443,16 @@ IN_TORCHS = """
         time.sleep(100)
     told({1})
 """
-ALL_CALL = (
-    "All ranks make this call: look for a condition around it (if rank == 0), for a call of torch.distributed before "
-    "it in which another rank waits, or for a rank that was not started."
+HAS_GONE_ON = (
+    "All ranks make this call: look for a loop that another rank has left (fewer batches, or a break of its own), "
+    "for a condition around the call (if rank == 0), or for a call of torch.distributed in which it waits first."
 )
 
 
 SAME_BATCHES = (
     "Give every rank the same number of batches, or use the drop-in and its join(): with model.join(): ... If they had "
-    "the same number, look for a call of torch.distributed that only some of them make, as under `if rank == 0`."
+    "the same number, look for a loop that one of them has left by a value of its own (decide together, by "
+    "stretto.reduce([value])), or for a call of torch.distributed that only some make, as under `if rank == 0`."
 )
 
 
@@ -476,7 +477,7 @@ def test_a_rank_that_waits_in_a_collective_of_torchs_never_comes(
     name = call[: call.index("(")].replace("dist.", "torch.distributed.")
     now = f"rank 1 has begun 1 pass and is in {name}() at train.py:LINE in <module>.\n"
     told = re.sub(r"waited \d s", "waited N s", plain(complaint))
-    assert (code, told) == (0, f"stretto: rank 0, {when}: rank 0 has waited N s {where}; {now}{ALL_CALL}\n")
+    assert (code, told) == (0, f"stretto: rank 0, {when}: rank 0 has waited N s {where}; {now}{HAS_GONE_ON}\n")
     assert re.sub(r"waited \d s", "waited N s", within(printed, "PeerError", 9)) == (
         f"rank 0, {when}: ranks are out of step, so nobody can complete this: rank 1 waits for this rank in another "
         f"call.\nrank 0 has waited N s {where}; {now}{SAME_CALLS if waits else SAME_BATCHES}"
@@ -951,7 +952,7 @@ def test_a_pass_that_goes_well_does_not_touch_the_store(tmp_path: Path) -> None:
             raise AssertionError("the store was used")
 
         step()
-        line = sync._peers._channel.line
+        line = sync._reducer.queue.peers._channel.line
         line.lookout.stop()
         for name in ("add", "set", "get", "check", "wait"):
             setattr(type(line.store), name, refuse)
@@ -1770,8 +1771,8 @@ def test_who_waits_for_one_that_waits_in_a_call_of_torchs_is_told_where_to_look(
         inquiry.go_on("rank 0, pass 2", channel, [], float(second))
     assert [record.getMessage() for record in caplog.records] == [
         f"rank 0, pass 2: {now}.\n"
-        "All ranks make this call: look for a condition around it (if rank == 0), for a call of torch.distributed "
-        "before it in which another rank waits, or for a rank that was not started."
+        "All ranks make this call: look for a loop that another rank has left (fewer batches, or a break of its own), "
+        "for a condition around the call (if rank == 0), or for a call of torch.distributed in which it waits first."
     ]
 
 

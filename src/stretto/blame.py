@@ -35,7 +35,8 @@ SAME_CALLS = (
 """Where they have not."""
 SAME_BATCHES = (
     "Give every rank the same number of batches, or use the drop-in and its join(): with model.join(): ... If they had "
-    "the same number, look for a call of torch.distributed that only some of them make, as under `if rank == 0`."
+    "the same number, look for a loop that one of them has left by a value of its own (decide together, by "
+    "stretto.reduce([value])), or for a call of torch.distributed that only some make, as under `if rank == 0`."
 )
 """Where one waits in a call of torch's."""
 

@@ -30,11 +30,16 @@ NOTE_SECONDS = 2.0
 """How long a rank that knows of a failure waits for the words of the one that failed."""
 
 
-_ALL_CALL = (
+_WAS_NOT_STARTED = (
     "\nAll ranks make this call: look for a condition around it (if rank == 0), for a call of torch.distributed before "
     "it in which another rank waits, or for a rank that was not started."
 )
-"""Where some have not come, and have no handle, or wait in a call of torch's."""
+"""Where some have not come, and have no handle."""
+_HAS_GONE_ON = (
+    "\nAll ranks make this call: look for a loop that another rank has left (fewer batches, or a break of its own), "
+    "for a condition around the call (if rank == 0), or for a call of torch.distributed in which it waits first."
+)
+"""Where some wait in a call of torch's."""
 
 
 class Inquiry:
@@ -85,8 +90,8 @@ class Inquiry:
             self._before = waiting
             if waiting:
                 self._after = min(self._after, waited + (REPEATS - 1) * ASK_SECONDS)
-            may_never_come = HAS_NOT_COME in now or IN_TORCHS in now
-            log.warning("%s: %s.%s", where, now, _ALL_CALL if may_never_come else "")
+            advice = _WAS_NOT_STARTED if HAS_NOT_COME in now else _HAS_GONE_ON if IN_TORCHS in now else ""
+            log.warning("%s: %s.%s", where, now, advice)
 
     def _ask(self, channel: Channel, waited: float) -> dict[int, Answer] | None:
         """Or look for answers; those that there are, once, when all are there or should be."""

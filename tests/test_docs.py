@@ -253,7 +253,7 @@ def test_code_on_the_overlap_page_runs_and_prints_what_it_says(tmp_path, monkeyp
             assert_about(printed, blocks[number + 1][1])
         elif code.rstrip().splitlines()[-1].lstrip().startswith("print("):
             assert printed == blocks[number + 1][1]
-    assert ran == 5
+    assert ran == 6
     assert sorted(path.name for path in tmp_path.iterdir()) == ["overlap.html", "overlap.png", "trace", "trace.json"]
 
 

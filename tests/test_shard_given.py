@@ -972,6 +972,37 @@ def test_after_detach_there_is_no_state_to_save_or_to_load(world: int) -> None:
     run_ranks(worker, 2) if world > 1 else worker()
 
 
+@pytest.mark.parametrize("how", ["sharded again", "as it is", "loaded", "handed back"])
+def test_who_goes_on_without_the_state_that_detach_has_lost_is_told(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    def worker(transport: Any) -> None:
+        model = copy.deepcopy(START)
+        sync = stretto.attach(model, transport=transport)
+        plain = torch.optim.AdamW(model.parameters())
+        sharded = stretto.shard(plain, sync)
+        train(model, sharded, sync.rank)
+        state = sharded.state_dict()
+        if how == "handed back":
+            sharded.unshard()
+        sync.detach()
+        sync.detach()
+        if how == "loaded" and not sync.rank:
+            plain.load_state_dict(state)
+        going_on = plain
+        if how == "sharded again":
+            going_on = stretto.shard(plain, stretto.attach(model, transport=transport))
+        train(model, going_on, sync.rank)
+
+    run_ranks(worker, 2)
+    told = [record.getMessage() for record in caplog.records if "without the state" in record.getMessage()]
+    expected = [
+        f"rank {rank}, shard: this AdamW was sharded before, and begins again without the state that it had: detach() "
+        "has lost the shares of it.\n"
+        "To keep it: optimizer = optimizer.unshard(), on all ranks, before detach(). Shown once."
+        for rank in {"sharded again": (0, 1), "as it is": (0, 1), "loaded": (1,), "handed back": ()}[how]
+    ]
+    assert sorted(told) == expected
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_unshard_handed_back_is_saved_and_loaded_after_detach(world: int) -> None:
     def worker(transport: Any = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, ItemsView, Iterator, KeysView, ValuesView
 from typing import Any, NoReturn
@@ -146,10 +147,13 @@ class Guard:
 
     Args:
         optimizer: the original. The sharded one has the same hooks.
+        where: how messages begin.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._is_open = False
+    def __init__(self, optimizer: torch.optim.Optimizer, where: str) -> None:
+        self._is_open = self._has_lost_state = False
+        self._where = where
+        self._optimizer = weakref.ref(optimizer)
         self._hooks = [
             optimizer.register_step_pre_hook(self._refuse_step),
             optimizer.register_state_dict_pre_hook(self._refuse_state, prepend=True),
@@ -165,10 +169,30 @@ class Guard:
         finally:
             self._is_open = False
 
-    def end(self) -> None:
-        """The original may be used directly again."""
+    def end(self, *, loses_state: bool) -> None:
+        """The original may be used directly again. ``loses_state``: what it had is lost; its next step tells."""
         for hook in self._hooks:
             hook.remove()
+        if loses_state and (optimizer := self._optimizer()) is not None:
+            self._has_lost_state = True
+            optimizer.register_step_pre_hook(self._tell_of_loss)
+            optimizer.register_load_state_dict_post_hook(self._has_state_again)
+
+    def _has_state_again(self, _: torch.optim.Optimizer) -> None:
+        self._has_lost_state = False
+
+    def _tell_of_loss(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._has_lost_state:
+            return
+        self._has_lost_state = False  # and the hook stays: torch goes through them
+        kind = type(getattr(optimizer, "original", optimizer)).__name__
+        log.warning(
+            "%s: this %s was sharded before, and begins again without the state that it had: detach() has lost the "
+            "shares of it.\n"
+            "To keep it: optimizer = optimizer.unshard(), on all ranks, before detach(). Shown once.",
+            self._where,
+            kind,
+        )
 
     def _refuse_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Else every rank would step the whole model, which they share, one after the other."""

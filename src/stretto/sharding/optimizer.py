@@ -66,7 +66,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         self._elsewhere = None if shares is None else Elsewhere(optimizer, where, shares.forget)
         for hooks in _HOOKS:  # hooks on either of the two must run
             setattr(self, hooks, getattr(optimizer, hooks))
-        self._guard = None if shares is None else Guard(optimizer)
+        self._guard = None if shares is None else Guard(optimizer, where)
         is_shared = shares is not None and shares.layout.is_shared
         self._other_steps = OtherSteps(optimizer, shares, where) if shares is not None and is_shared else None
         self._module, self._shares, self._where = module, shares, where
@@ -336,7 +336,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
     def end(self) -> None:
         """Parameters get memory of their own. Not collective, so the state of this rank's share is lost."""
         if self._guard is not None:
-            self._guard.end()
+            self._guard.end(loses_state=bool(self._shares and not self._handed_back and self._shares.inner.state))
         if self._other_steps is not None:
             self._other_steps.stop()
         if self._shares is not None:

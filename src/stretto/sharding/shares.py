@@ -270,8 +270,8 @@ class Shares:
             self._spread.finish()
             try:
                 self._division.load(states)
-                self._groups.departed.clear()
                 self.inner.take_over(self._optimizer)
+                self._groups.departed.clear()
             except Exception as error:
                 problem = error
             failed = self.peers.gather(problem is not None)

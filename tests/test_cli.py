@@ -231,6 +231,30 @@ def test_a_rank_that_is_stopped_keeps_no_run_from_its_end(tmp_path: Path) -> Non
     assert time.monotonic() - began < 25
 
 
+def test_a_rank_that_ignores_ctrl_c_is_named_and_a_second_one_kills_it(tmp_path: Path) -> None:
+    """Torch waits for it 30 s, and after a second Ctrl-C would wait 30 s more."""
+    text = "import os, signal, sys, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint(os.getpid())\ntime.sleep(80)"
+    line = [sys.executable, "-m", "stretto", "run", "--ranks", "1", str(script(tmp_path, text))]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None and launcher.stderr is not None
+        pid = int(launcher.stdout.readline().split()[-1])
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.stderr.readline() == (
+            f"stretto: still running 3 s after SIGINT: rank 0 (pid {pid}); killed 30 s after it, or now if you press "
+            "Ctrl-C\n"
+        )
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(15) == 130
+        assert not alive(pid)
+        assert launcher.stderr.read() == "stretto: stopped by SIGINT; all ranks have ended\n"
+
+
+def test_a_script_whose_name_begins_with_a_dash_is_no_option_of_python(tmp_path: Path) -> None:
+    (tmp_path / "-c").write_text("import sys\nprint(sys.argv)")
+    done = command("run", "--ranks", 1, "--", "-c", "-v", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "[rank 0] ['./-c', '-v']\n")
+
+
 def test_run_takes_modules(tmp_path: Path) -> None:
     script(tmp_path, "import sys\nprint(__name__, sys.argv[1:])")
     done = command("run", "--nproc-per-node", 1, "-m", "script", "--ranks", cwd=tmp_path)

@@ -7,9 +7,9 @@ exit code would be lost.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,12 +25,15 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStore
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from ..transport.life import is_stopped
+from .console import note
 from .streams import Traceback
 
 PATIENCE = 10.0
 """Seconds: a rank stays up to 5 until the others have heard why it fails, and then takes some time to end."""
 HEARD = 0.5
 """Seconds after its end in which a rank's output arrives."""
+SILENCE = 3.0
+"""Seconds for which ranks are expected to end before a word is said of them."""
 LOOK_SECONDS = 0.01
 _LOOK_AGAIN = 0.05
 Told = Callable[[int], Traceback | None]
@@ -120,6 +123,7 @@ class Agent(LocalElasticAgent):
         )
         super().__init__(spec, logs)
         self.ends = Ends(told)
+        self._is_ending = False
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """torch keeps the ranks' output files open until it is gone itself: the pipes would not end with the ranks."""
@@ -140,18 +144,45 @@ class Agent(LocalElasticAgent):
                 break
             time.sleep(LOOK_SECONDS)
         if self.ends.failed:
-            self._wake_stopped(pids.values())
+            self._wake_stopped(self._running())
         result: RunResult = super()._monitor_workers(worker_group)
         return result
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        self._wake_stopped(worker.id for worker in self._worker_group.workers)
-        super()._shutdown(death_sig, timeout)
+        """torch calls it again where a second signal comes while it waits, and would wait for as long once more."""
+        self._wake_stopped(self._running())
+        if self._is_ending:
+            death_sig = signal.SIGKILL
+        self._is_ending = True
+        reminder = threading.Timer(SILENCE, self._name_those_left, (death_sig, timeout))
+        reminder.daemon = True
+        reminder.start()
+        try:
+            super()._shutdown(death_sig, timeout)
+        finally:
+            reminder.cancel()
+
+    def _running(self) -> dict[int, int]:
+        """Ranks by pid; those that torch has reaped are left out, as their pid may belong to another process now."""
+        return {one.id: one.global_rank for one in self._worker_group.workers if one.id and _is_running(one.id)}
+
+    def _name_those_left(self, sent: signal.Signals, timeout: int) -> None:
+        if left := ", ".join(f"rank {rank} (pid {pid})" for pid, rank in self._running().items()):
+            note(
+                f"still running {SILENCE:.0f} s after {sent.name}: {left}; killed {timeout} s after it, or now if you "
+                "press Ctrl-C"
+            )
 
     @staticmethod
     def _wake_stopped(pids: Iterable[int]) -> None:
         """Torch ends ranks by a signal that a stopped process does not handle, and waits 30 s for it."""
-        for pid in filter(None, pids):
-            with contextlib.suppress(ChildProcessError):  # reaped: its pid may belong to another process now
-                if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None and is_stopped(pid):
-                    os.kill(pid, signal.SIGCONT)
+        for pid in pids:
+            if is_stopped(pid):
+                os.kill(pid, signal.SIGCONT)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:
+        return False

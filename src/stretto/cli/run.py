@@ -64,7 +64,8 @@ def run(
     """
     if ranks < 1:
         raise CommandError(f"--ranks {ranks}: must be 1 or more")
-    command = [*(["-m"] if module else []), program, *(arguments or [])]
+    named = program if module or not program.startswith("-") else os.path.join(".", program)  # else python's own option
+    command = [*(["-m"] if module else []), named, *(arguments or [])]
     if sys.platform == "win32":
         line = f"--nproc-per-node {ranks} {' '.join(command)}"
         raise CommandError(f"stretto run does not work on Windows: use torchrun {line}")

@@ -435,6 +435,7 @@ OF_ANOTHER = "stretto.errors.PeerError: x"
         ({0: 1, 1: 3}, {0: (1, OF_ANOTHER)}, {0: 2, 1: 7}, 1, 3),
         ({0: 1, 1: 3}, {0: (4, "ValueError: the other one is gone")}, {0: 5, 1: 2}, 1, 3),
         ({0: 1, 1: -15}, {0: (1, OF_ANOTHER)}, {0: 2}, 0, 1),
+        ({0: 1, 1: 1}, {0: (1, OF_ANOTHER), 1: (2, "stretto.errors.CommunicationError: x")}, {0: 2, 1: 3}, 1, 1),
         (
             {0: 1, 1: -9},
             {0: (1, "RuntimeError: [gloo/transport/tcp/pair.cc:1] Connection closed by peer")},

@@ -126,17 +126,20 @@ def first_failure(
 ) -> Failure:
     """Which rank is to blame: rather one that reports its own error than one that blames others; then the earliest.
 
+    Of those that could not communicate, rather one that names no other: the system may have refused it something.
+
     Args:
         failures: by rank; also those that were told to end because others had failed.
         tracebacks: what each rank has printed last, by rank.
         ended: when those that ended by themselves did, by ``time.monotonic``.
     """
 
-    def order(rank: int) -> tuple[bool, bool, float]:
+    def order(rank: int) -> tuple[bool, bool, bool, float]:
         told = tracebacks[rank]
         silent = told is None
         when = told.at if told is not None else ended.get(rank, float("inf"))
-        return silent and rank not in ended, told is not None and told.is_consequence, when
+        blames, names = (told.is_consequence, told.names_another) if told is not None else (False, False)
+        return silent and rank not in ended, blames, names, when
 
     rank = min(failures, key=order)
     found, told = failures[rank], tracebacks[rank]

@@ -51,6 +51,11 @@ class Traceback:
         """Whether it only says that another rank has failed."""
         return any(_CONSEQUENCE.match(line) for line in self.text.splitlines())
 
+    @property
+    def names_another(self) -> bool:
+        """Whether it says which rank has failed, so that this one has not."""
+        return any(line.startswith("stretto.errors.PeerError") for line in self.text.splitlines())
+
 
 class LastLine:
     """The unfinished line at the bottom of a terminal, a progress bar or a prompt; other lines go above it."""

@@ -233,7 +233,7 @@ def test_a_rank_that_is_stopped_keeps_no_run_from_its_end(tmp_path: Path) -> Non
 
 def test_a_rank_that_ignores_ctrl_c_is_named_and_a_second_one_kills_it(tmp_path: Path) -> None:
     """Torch waits for it 30 s, and after a second Ctrl-C would wait 30 s more."""
-    text = "import os, signal, sys, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint(os.getpid())\ntime.sleep(80)"
+    text = "import os, signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint(os.getpid())\ntime.sleep(80)"
     line = [sys.executable, "-m", "stretto", "run", "--ranks", "1", str(script(tmp_path, text))]
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None and launcher.stderr is not None

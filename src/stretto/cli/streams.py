@@ -54,7 +54,7 @@ class Traceback:
     @property
     def names_another(self) -> bool:
         """Whether it says which rank has failed, so that this one has not."""
-        return any(line.startswith("stretto.errors.PeerError") for line in self.text.splitlines())
+        return any(line.lstrip(" |").startswith("stretto.errors.PeerError") for line in self.text.splitlines())
 
 
 class LastLine:

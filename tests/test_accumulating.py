@@ -10,6 +10,7 @@ import torch
 from models import Fails
 
 import stretto
+from stretto.preset import Preset
 from stretto.testing import run_ranks
 
 
@@ -355,6 +356,29 @@ def test_of_a_sum_what_another_handle_begins_is_new_as_well() -> None:
         return two.weight.grad.item()
 
     assert run_ranks(worker, 2) == [2.0] * 2
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_of_a_sum_what_another_devices_thread_has_added_before_the_first_gradient_came_is_new(kept: bool) -> None:
+    """Its hook has not been called yet. What it holds of backward passes without synchronisation is new as well."""
+    early, first = (torch.nn.Parameter(torch.zeros(())) for _ in range(2))
+    preset, before = Preset(), []
+    preset.follow([early, first])
+    if kept:
+        for one in (early, first):
+            one.grad = torch.full((), 3.0)
+        (early + first).backward()
+        for one in (early, first):
+            preset.accumulated(one)
+
+    def arrived(_: object) -> None:
+        preset.begin()
+        before.extend([preset.before(early), preset.before(first)])
+
+    first.register_post_accumulate_grad_hook(arrived)
+    (early + first).backward()
+    assert early.grad is not None
+    assert early.grad == first.grad == (5.0 if kept else 1.0) and before == ([3.0, 3.0] if kept else [None, None])
 
 
 @pytest.mark.parametrize("silent", [False, True])

@@ -4,6 +4,10 @@ A program that trains without ``zero_grad`` accumulates. For a mean it does no h
 the mean of what all ranks hold alike is what they hold. But a sum over ranks would multiply it. So with
 ``reduce="sum"``, the old value is read before the first new gradient comes; it is averaged, while the new gradients are
 summed.
+
+[Note: looked at in this task]  Each device has its own autograd thread. So when a pass begins with one gradient, others
+may have been accumulated already whose hooks are still to come. What the same task of the engine has looked at is
+therefore right as it was seen; only what was seen in earlier ones, without synchronisation, is compared with ``.grad``.
 """
 
 from __future__ import annotations
@@ -28,6 +32,8 @@ class _Before:
     """Which tensor ``.grad`` is, None until something is accumulated. Where it is converted it stays the same."""
     version: int
     """Its version, as long as only autograd writes to it."""
+    task: int
+    """The engine's task in which it was looked at."""
 
 
 class _Known(dict[int, _Before]):
@@ -35,8 +41,6 @@ class _Known(dict[int, _Before]):
 
     running = False
     """Whether a synchronised pass is under way, in which ``.grad`` comes and goes by our own hands."""
-    last = (0, -1)
-    """The parameter that was looked at last, and in which of the engine's tasks."""
 
 
 class Preset:
@@ -71,9 +75,9 @@ class Preset:
 
     def look(self, parameter: torch.nn.Parameter) -> None:
         """Something is about to be added that is no autograd's, before a pass begins."""
-        if (newest := self._known.last) != (id(parameter), current_task()):  # else it was looked at
+        known = self._known.get(id(parameter))
+        if known is None or known.task != current_task():
             _look(self._known, weakref.ref(parameter), parameter)
-            self._known.last = newest
 
     def copy(self) -> Preset:
         """What it knows now, without hooks."""
@@ -86,17 +90,17 @@ class Preset:
         self._known.update(other._known)
 
     def begin(self) -> None:
-        """A synchronised pass begins, in a hook: if with a gradient of ours, with the one that was looked at last."""
-        self._known.running = True
-        newest, task = self._known.last
-        if task != current_task():  # it is another handle's, and begins a pass of all
-            newest = 0
-        for key in [key for key in self._known if key != newest]:  # without synchronisation, before
+        """A synchronised pass begins, in a hook: see [Note: looked at in this task]."""
+        task = current_task()
+        for key, before in [*self._known.items()]:  # at once: other threads look meanwhile
+            if before.task == task:
+                continue
             parameter = self._hooks[key][0]() if key in self._hooks else None
-            if parameter is None or parameter.grad is None:
-                del self._known[key]
-            elif not _goes_on(self._known[key], parameter.grad):
-                self._known[key].value = parameter.grad.detach().clone()
+            if parameter is None or (gradient := parameter.grad) is None:
+                self._known.pop(key, None)
+            elif not _goes_on(before, gradient) and before.task != task:  # still: it is added to only after a look
+                before.value = gradient.detach().clone()
+        self._known.running = True  # last: from here on what is known is not looked at again
 
     def forget(self) -> None:
         """It is over: from now on its result is what ``.grad`` holds."""
@@ -114,12 +118,13 @@ def _look(known: _Known, reference: weakref.ref[torch.nn.Parameter], _: torch.Te
     parameter = reference()
     if parameter is None or (known.running and id(parameter) in known):
         return
-    known.last = id(parameter), current_task()
-    gradient, before = parameter.grad, known.get(id(parameter))
+    gradient, before, task = parameter.grad, known.get(id(parameter)), current_task()
     if gradient is None:
-        known[id(parameter)] = _Before(None, None, 0)
-    elif before is None or not _goes_on(before, gradient):
-        known[id(parameter)] = _Before(gradient.detach().clone(), weakref.ref(gradient), gradient._version)
+        known[id(parameter)] = _Before(None, None, 0, task)
+    elif before is not None and _goes_on(before, gradient):
+        before.task = task
+    else:
+        known[id(parameter)] = _Before(gradient.detach().clone(), weakref.ref(gradient), gradient._version, task)
 
 
 def _goes_on(before: _Before, gradient: torch.Tensor) -> bool:

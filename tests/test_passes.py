@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import threading
 import types
 import weakref
 
@@ -641,6 +642,30 @@ def test_gradients_may_be_observed_from_amid_a_backward_on() -> None:
 
     for seen in run_ranks(worker, 2):
         assert 0 < seen.count(5) < seen.count(6) == 6
+
+
+def test_two_devices_threads_that_bring_their_first_gradients_at_once_are_no_nested_task() -> None:
+    """The second has found the gate closed, and waits for the lock until the first has begun the pass."""
+
+    def worker(transport):
+        model = torch.nn.ParameterDict({"one": torch.zeros(2), "other": torch.zeros(2)})
+        sync = stretto.attach(model, transport=transport)
+        reducer, threads = sync._reducer, []
+
+        def at_once(_: object) -> None:
+            model["other"].grad = torch.full((2,), 4.0 * transport.rank)
+            threads.append(threading.Thread(target=reducer._first_arrival, args=(model["other"],)))
+            threads[-1].start()
+
+        sync.observe(types.SimpleNamespace(pass_started=at_once))
+        model["one"].register_post_accumulate_grad_hook(lambda _: threads[-1].join())
+        for _ in range(4):
+            model.zero_grad()
+            model["one"].sum().backward()
+            assert model["one"].grad.tolist() == [1.0, 1.0] and model["other"].grad.tolist() == [2.0, 2.0]
+        return reducer.tracker.nested
+
+    assert run_ranks(worker, 2) == [False, False]
 
 
 def test_a_sparse_gradient_that_no_module_announces_is_refused_by_name() -> None:

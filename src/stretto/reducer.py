@@ -169,7 +169,7 @@ class Reducer:
     def _first_arrival(self, parameter: torch.Tensor) -> None:
         """The gate was closed: a pass begins, or goes on after a nested task, or is not to be synchronised."""
         with self.queue.lock:
-            if self._enter():
+            if self._arrivals.is_open or self._enter():  # open by now, where another device's thread began the pass
                 self._arrivals.append(parameter)
             else:
                 self.tracker.keep(parameter)

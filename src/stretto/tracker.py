@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 
 import torch
 
@@ -248,13 +248,13 @@ class ArrivalTracker:
                 bucket = self._queue.bucket_of[index]
                 bucket.arrived += 1
                 if bucket.arrived == bucket.pending:
-                    self._refuse_gone(set(self._count), [bucket])
+                    self._refuse_gone(self._count.keys(), [bucket])
                     self._queue.guard(bucket.take_rest)
                     if self._events.bucket_full:
                         self._tell_full(bucket, index)
         self._looked_at = until
 
-    def _refuse_gone(self, arrived: set[int], buckets: Iterable[Bucket]) -> None:
+    def _refuse_gone(self, arrived: Set[int], buckets: Iterable[Bucket]) -> None:
         """Refuse gradients that hooks of the program have taken away, if that is sure: they were there at arrival.
 
         Else their graph may be so: the program is told, and they are looked at before its hooks from the next pass on.
@@ -262,6 +262,8 @@ class ArrivalTracker:
         queue = self._queue
         left = {bucket.indices[place] for bucket in buckets for place in bucket.not_taken()}
         gone = {index for index, one in self.alive(left & arrived) if one.grad is None}
+        if not gone:
+            return
         if not gone.isdisjoint(self._seen | self._count.keys()):
             raise UnsupportedError(
                 f"{queue.where}: the gradient of {self._names(gone)} was taken away before it was averaged: a hook "

@@ -40,10 +40,10 @@ class Part:
     def check(self) -> None:
         """Raise :class:`MisfitError` before anything is copied."""
         parameters: list[Any] = [reference() for reference in self.references]
-        gradients = [parameter.grad for parameter in parameters]
-        Kinds(self.views).refuse_misfits(gradients)
-        if not all(map(fits, gradients, self.views)):
-            raise MisfitError
+        for parameter, view in zip(parameters, self.views, strict=True):
+            gradient = parameter.grad
+            if gradient is None or gradient.device != view.device or not fits(gradient, view):
+                raise MisfitError
 
     def take(self) -> None:
         """Copy the gradients into their slots; ``.grad`` is None until the pass settles."""

@@ -236,6 +236,24 @@ def test_a_pass_that_nobody_watches_has_no_optimizer_hooks() -> None:
     assert not hooks._global_optimizer_pre_hooks and not hooks._global_optimizer_post_hooks
 
 
+def test_only_buckets_that_are_under_way_and_can_tell_are_asked_whether_they_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else what recording costs grows with the square of the number of buckets."""
+    asked: list[int] = []
+    look = Flight.look
+    monkeypatch.setattr(Flight, "look", lambda flight: (asked.append(flight.begin), look(flight)))
+
+    def worker(transport):
+        model = torch.nn.ParameterList([torch.zeros(1) for _ in range(20)])
+        sync = stretto.attach(model, transport=transport, bucket_cap_mb=1e-6)
+        for _ in range(6):
+            sum(one.sum() for one in model).backward()
+        return sum(len(record.launches) for record, _ in sync.sampler.records)
+
+    assert sum(run_ranks(worker, 2)) == len(asked) >= 2 * 20
+
+
 def test_a_handle_that_is_dropped_amid_recording_takes_the_recorder_with_it() -> None:
     """It holds what is under way, and so memory that ranks share; torch's hooks on optimizers are of the process."""
 

@@ -93,6 +93,7 @@ class Recorder:
         self.gradients: list[tuple[str, int]] = []
         self._full: dict[int, tuple[str, int]] = {}
         self._flights: dict[int, Flight] = {}
+        self._under_way: list[Flight] = []
         self._buffers: int | None = None
         self._buffer_bytes = self._sparse_before = 0
 
@@ -162,7 +163,10 @@ class Recorder:
 
     def work_under_way(self, pass_number: int, bucket: int, work: Any) -> None:
         """Ask it to tell when it ends."""
-        self._flights[bucket].follow(work)
+        flight = self._flights[bucket]
+        flight.follow(work)
+        if flight.tells:
+            self._under_way.append(flight)
 
     def bucket_reduced(self, pass_number: int, bucket: int) -> None:
         """This rank has waited for it. What was launched by a pass given up before one looked is unknown."""
@@ -194,8 +198,9 @@ class Recorder:
         self._began = settled
 
     def _look(self) -> None:
-        for flight in self._flights.values():
+        for flight in self._under_way:
             flight.look()
+        self._under_way = [flight for flight in self._under_way if not flight.end]
 
     def _record(self, number: int, settled: int, watched: Reducer) -> PassRecord:
         waited, launches = Span(*watched.queue.presence.waited), []

@@ -1820,6 +1820,54 @@ def test_what_ranks_write_of_their_calls_does_not_pile_up() -> None:
     assert found[2] == found[-1] == max(found)
 
 
+def two_processes(store: dist.Store) -> tuple[Channel, Channel]:
+    """As far as one that waits for an answer can tell."""
+    mine, other = (seated(Seat("a"), rank=rank, store=store) for rank in range(2))
+    mine.in_one_process = False
+    mine._people[1] = dataclasses.replace(other.me, pid=0)
+    return mine, other
+
+
+def test_what_ranks_ask_and_answer_does_not_pile_up() -> None:
+    """A rank that evaluates for longer than 5 s is asked in each epoch."""
+    store, found = dist.HashStore(), []
+    below, (mine, other) = dist.PrefixStore("stretto", store), two_processes(store)
+    other.answer(below)
+    for _ in range(30):
+        keys = mine.ask("a")
+        other.answer(below)
+        assert mine.heard(keys).keys() == {1}
+        found.append(store.num_keys())
+    assert found[10] == found[-1] == max(found)
+
+
+def test_a_rank_that_was_killed_while_it_asked_keeps_nobody_from_an_answer() -> None:
+    store = dist.HashStore()
+    below, (mine, other) = dist.PrefixStore("stretto", store), two_processes(store)
+    other.answer(below)
+    assert below.add("ask/1", 1) == 1  # and then it was killed, or the store silent
+    keys = mine.ask("a")
+    other.answer(below)
+    assert mine.heard(keys) == {}, "the other may be about to write its question"
+    other.answer(below)
+    assert mine.heard(keys).keys() == {1}
+
+
+def test_what_was_answered_before_the_store_went_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    channel, asked = Channel(dist.HashStore(), 0, 3), []
+
+    def heard(keys: dict[int, str]) -> dict[int, Answer]:
+        asked.append([*keys])
+        if len(asked) == 3:
+            raise RuntimeError("the process group's store has gone")
+        return {1: Answer("is here", [], {}, {})} if 1 in keys else {}
+
+    monkeypatch.setattr(channel, "ask", lambda handle: {1: "at/1/1", 2: "at/2/1"})
+    monkeypatch.setattr(channel, "heard", heard)
+    assert channel.gather("a", 9.0) == {1: Answer("is here", [], {}, {})}
+    assert asked == [[1, 2], [2], [2]], "who has answered is not asked for it again"
+
+
 def test_a_handle_may_join_while_a_note_about_the_process_group_is_read() -> None:
     """The channel's thread reads it; all groups that it is about must know."""
     channel, told = Channel(dist.HashStore(), 0, 2), list[Leftover]()

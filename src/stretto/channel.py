@@ -1,8 +1,7 @@
-"""One rank's end of the store that all ranks see: who the ranks are, what they announce, where they are.
+"""One rank's end of the store that all ranks see: who the ranks are, what they announce, which call they come to.
 
     who/RANK     the process, while it has a handle       notes, note/n      how many, and what ranks tell: notes.py
     attempts/RANK    how often it has tried to attach
-    a waiting rank ──> ask/RANK/n ──> that rank's thread ──> at/RANK/n
 
 All handles of a process on one store share one channel, with one thread and one connection of its own: line.py.
 """
@@ -14,7 +13,6 @@ import contextlib
 import json
 import math
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,14 +27,14 @@ from torch.distributed import DistNetworkError, is_initialized
 from .awaited_keys import AwaitedKeys
 from .line import POLL_SECONDS, Lookout
 from .notes import Note, frame_of_child, has_failed, last_words
-from .people import LINGER_SECONDS, People
-from .seat import Answer, Seat
+from .people import LINGER_SECONDS
+from .questions import Questions
+from .seat import Seat
 from .transport.base import Leftover
-from .whereabouts import awaited_in_torchs, base_name, myself, standing
-from .wording import counted
+from .whereabouts import base_name, standing
 
 
-class Channel(People):
+class Channel(Questions):
     """See :func:`channel_of`; arguments as for :class:`People`."""
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
@@ -47,15 +45,10 @@ class Channel(People):
         """How many notes have been given a number, as far as is known."""
         self._missing: set[int] = set()
         """Those of them that were not there yet."""
-        self._seats: list[Seat] = []
-        self.begun = 0
-        """How many models have a name that all ranks agreed on, in the same order everywhere."""
         self.attempts = 0
         """To attach, also those that came to nothing before another rank heard of it."""
         self._leftovers: set[Leftover] = set()
         self._lock = threading.RLock()  # the thread reads notes too, and a handle that it collects meanwhile may
-        self.me = myself()
-        """This process, and the thread that made this."""
         self._ended = False
         self._finalizer: Finalize | None = None
         self._child = frame_of_child()
@@ -235,7 +228,7 @@ class Channel(People):
     def go(self) -> None:
         """See ``come``. Harmless to one that has not come."""
         if not self.in_one_process:
-            self._try(lambda store: store.delete_key(f"here/{self.rank}"), later=True)  # some stores cannot forget
+            self._forget(f"here/{self.rank}")
 
     def why_silent(self, rank: int) -> str:
         """See :class:`People`; with what it has told of an attempt to attach after which it has not come again."""
@@ -245,47 +238,11 @@ class Channel(People):
         error = last.error or "its own log has the error"
         return f"has not come back since it failed ({error.splitlines()[0].rstrip('.')})"
 
-    def ask(self, handle: str) -> dict[int, str]:
-        """Ask the others where they are with a handle; returns the key under which each will answer."""
-        return self.line.run(lambda store: self._ask(store, handle))
-
-    def _ask(self, store: Store, handle: str) -> dict[int, str]:
-        keys = {}
-        for rank in self.others():
-            if self.person(rank, store) is None:
-                continue  # nobody is there to answer
-            number = store.add(f"ask/{rank}", 1)
-            store.set(f"ask/{rank}/{number}", handle)
-            keys[rank] = f"at/{rank}/{number}"
-        return keys
-
-    def heard(self, keys: dict[int, str]) -> dict[int, Answer]:
-        """The answers so far."""
-        told = {}
-        for rank, key in keys.items():
-            person = self.person(rank, fresh=self.in_one_process)
-            if person is not None and person.pid == self.me.pid and person.host == self.me.host:
-                frame = sys._current_frames().get(person.thread)
-                told[rank] = Answer(f"is {standing(frame)}" if frame else "has ended", [], {}, {})
-            elif self.line.check([key]):
-                told[rank] = Answer(*json.loads(self.line.get(key)))
-        return told
-
-    def gather(self, handle: str, seconds: float) -> dict[int, Answer]:
-        """Ask, and wait so long for answers."""
-        with contextlib.suppress(RuntimeError):
-            keys, until = self.ask(handle), time.monotonic() + seconds
-            while len(told := self.heard(keys)) < len(keys) and time.monotonic() < until:
-                time.sleep(0.05)
-            return told
-        return {}
-
     def watch(self, store: Store, is_over: Callable[[], bool]) -> None:
         """On the thread, until the store goes. Dead ranks must be known before that, so all are read early."""
-        answered: int | None = None
         while True:
             try:
-                answered = self._look(store, answered)
+                self._look(store)
             except RuntimeError as error:  # it was silent for longer than it may be asked, and may answer again
                 if isinstance(error, DistNetworkError):
                     raise
@@ -294,50 +251,18 @@ class Channel(People):
             if self._goes_at < math.inf or is_over() or self.store_is_gone():
                 return
 
-    def _look(self, store: Store, answered: int | None) -> int:
-        """What is new, and questions, of which so many are answered; at first, which there were for another process."""
-        if answered is None:
-            return store.add(f"ask/{self.rank}", 0)
-        for rank in [rank for rank in self.others() if rank not in self._people][:64]:
-            self.person(rank, store)
-        self._read(store)
-        while store.check([key := f"ask/{self.rank}/{answered + 1}"]):
-            answered += 1
-            store.set(f"at/{self.rank}/{answered}", json.dumps(self._where(store.get(key).decode())))
-        return answered
+    def _look(self, store: Store) -> None:
+        """What is new, and questions; at first only, which there were for another process."""
+        if self._asked is not None:
+            for rank in [rank for rank in self.others() if rank not in self._people][:64]:
+                self.person(rank, store)
+            self._read(store)
+        self.answer(store)
 
     def alarm(self) -> None:
         """On the thread, with the store or without it."""
         for seat in [*self._seats]:
             seat.alarm()
-
-    def counted(self) -> int:
-        """Models for which all ranks have agreed on a name, and those for which this one is about to."""
-        return self.begun + sum(seat.meets for seat in [*self._seats])
-
-    def beside(self) -> dict[str, list[int]]:
-        """Progress of all handles, and without a name how many were attached: in one order too, if by one thread."""
-        threads = {seat.thread for seat in [*self._seats] if seat.thread}
-        if len(threads) > 1 or sum(not thread.daemon for thread in threading.enumerate()) > 1:
-            return {}
-        return {"": [self.counted()], **{seat.handle: seat.progress for seat in [*self._seats] if seat.handle}}
-
-    def ended(self) -> dict[str, int]:
-        """Of all handles with a name, the last pass that this rank has come to the end of."""
-        return {seat.handle: seat.ended for seat in [*self._seats] if seat.handle}
-
-    def _where(self, handle: str) -> Answer:
-        frame, now = sys._current_frames().get(self.me.thread), None
-        while now != (now := (self._progress(handle), self.beside(), self.ended())):
-            pass  # or it would mix states before and after a pass
-        begun = f"has begun {counted(now[0][0], 'passes')} and " if now[0] else ""
-        return Answer(f"{begun}is {standing(frame)}", *now, *awaited_in_torchs(frame))
-
-    def _progress(self, handle: str) -> list[int]:
-        return next((seat.progress for seat in [*self._seats] if handle and seat.handle == handle), [])
-
-    def _set(self, key: str, value: str) -> None:
-        self._try(lambda store: store.set(key, value), later=True)
 
 
 def channel_of(store: Store, rank: int, world_size: int) -> Channel:

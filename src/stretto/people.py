@@ -114,6 +114,13 @@ class People:
                 return self.line.run(do, later=later)
         return None
 
+    def _set(self, key: str, value: str) -> None:
+        self._try(lambda store: store.set(key, value), later=True)
+
+    def _forget(self, key: str) -> None:
+        """If the store can: some cannot."""
+        self._try(lambda store: store.delete_key(key), later=True)
+
     def _all_have_tried(self, attempt: int) -> bool:
         """Whether all others have made that attempt to attach, read why this rank has failed in it, and left."""
         dead = {rank for rank, _ in self.dead()}

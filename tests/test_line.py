@@ -419,6 +419,25 @@ def test_a_channel_whose_last_handle_is_collected_on_its_thread_keeps_no_store()
     assert gone() is None
 
 
+def test_a_thread_that_cannot_be_started_leaves_no_number_of_a_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection has gone by then: of whatever has that number next, the store would be said to have gone."""
+    channel = Channel(dist.TCPStore("127.0.0.1", 0, 1, True), 0, 1)
+    connecting = list[threading.Thread]()
+
+    def refuse(lookout: Lookout) -> None:
+        connecting.append(lookout._connects)
+        if len(connecting) == 1:
+            lookout._connects.join(10)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Lookout, "start", refuse)
+    for _ in range(2):  # it may have connected before, or only after
+        with pytest.raises(RuntimeError, match=r"^can't start new thread$"):
+            Lookout(channel, channel.line)
+        connecting[-1].join(10)
+        assert channel.line.socket is None
+
+
 def test_a_store_that_lets_nobody_connect_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     class Unreachable(Stopped):
         def clone(self) -> Stopped:

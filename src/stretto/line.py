@@ -157,7 +157,11 @@ class Lookout(threading.Thread):
         self._is_told_to_end = False  # not is_stopped: Python's own class has that
         self._connects = threading.Thread(target=self._connect, name="stretto connects", daemon=True)
         self._connects.start()
-        self.start()
+        try:
+            self.start()
+        except RuntimeError:  # no more threads: the connection goes with this, and its number may be another's soon
+            self._is_told_to_end, line.socket = True, None
+            raise
 
     @property
     def is_ending(self) -> bool:

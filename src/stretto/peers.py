@@ -18,7 +18,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from . import blame
 from .alarm import Alarm
@@ -33,6 +33,17 @@ from .waiting import FIRST_SLICE, SLICE, equal_by_sums, gather_by_sums, takes_ti
 from .whereabouts import Person
 
 GONE_SECONDS = 1.0  # how long, when a collective failed, for a note or for a process to be seen dead
+
+
+class Introduction(NamedTuple):
+    """What a rank brings where all agree on the handle's name."""
+
+    offer: str
+    """The name, if this is rank 0."""
+    begun: int = 0
+    """See :meth:`~stretto.channel.Channel.counted`."""
+    attempts: int = 0
+    person: Person | None = None
 
 
 class Peers(Teller):
@@ -71,14 +82,14 @@ class Peers(Teller):
             self.refuse_leftovers("waiting")
             self._come_together(sys._getframe(1))
             self.refuse_leftovers("waiting")  # of which it may have read meanwhile
-            about = (0, 0, None) if (it := self._channel) is None else (it.counted(), it.attempts, it.me)
-            brought = (self._offer, *about), value
+            brought = value if has_name else (self._introduction(), value)
             if self._patience is None:
                 everyone: list[Any] = self._transport.all_gather_object(brought)
             else:
                 everyone = gather_by_sums(brought, self._transport, self.wait if has_name else self._go)
             if not has_name:
-                self._name([told for told, _ in everyone])
+                self._name([introduction for introduction, _ in everyone])
+                everyone = [other for _, other in everyone]
         except BaseException as error:
             if isinstance(error, RuntimeError) and not raised_by_handler(error):
                 self.fail("what ranks hold could not be gathered", error)
@@ -88,7 +99,7 @@ class Peers(Teller):
             self.seat.meets = False  # one that came to nothing counts nowhere: some ranks did not come to it
             if not has_name:
                 self._go()
-        return [other for _, other in everyone]
+        return everyone
 
     def _come_together(self, caller: FrameType) -> None:
         """Else what ranks send in two different calls would meet: Gloo ends the process if sizes differ, or sums it."""
@@ -130,14 +141,19 @@ class Peers(Teller):
         except RuntimeError as error:
             self.fail("what ranks hold could not be gathered", error)
 
-    def _name(self, told: Sequence[tuple[str, int, int, Person | None]]) -> None:
-        self.seat.meets, self.seat.handle, self.seat.calls = False, told[0][0], 1  # some may have tried before
+    def _introduction(self) -> Introduction:
+        if (channel := self._channel) is None:
+            return Introduction(self._offer)
+        return Introduction(self._offer, channel.counted(), channel.attempts, channel.me)
+
+    def _name(self, told: Sequence[Introduction]) -> None:
+        self.seat.meets, self.seat.handle, self.seat.calls = False, told[0].offer, 1  # some may have tried before
         for place, one in enumerate(self.leftovers):
             one.come_together("" if place else self.seat.handle)
         notes, self.seat.unsent = self.seat.unsent, []
         if (channel := self._channel) is not None:
-            channel.catch_up(max(begun for _, begun, _, _ in told), max(attempts for _, _, attempts, _ in told))
-            channel.know([person for *_, person in told])
+            channel.catch_up(max(one.begun for one in told), max(one.attempts for one in told))
+            channel.know([one.person for one in told])
             for note in notes:
                 channel.post(replace(note, handle=self.seat.handle))
 

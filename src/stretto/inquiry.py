@@ -24,7 +24,7 @@ ASK_SECONDS = 5.0
 """How long a rank waits before it asks."""
 REPEATS = 6
 """It asks again after so many times as long."""
-ANSWER_SECONDS = 4.0
+ALL_ANSWER_SECONDS = 4.0
 """The longest time until all ranks that can answer have answered."""
 NOTE_SECONDS = 2.0
 """How long a rank that knows of a failure waits for the words of the one that failed."""
@@ -104,7 +104,7 @@ class Inquiry:
             told = channel.heard(self._asked)
         except RuntimeError:  # the store has gone, or is silent: that is told
             told, self._asked = {}, self._asked or {}
-        if len(told) < len(self._asked) and waited <= self._after + ANSWER_SECONDS:
+        if len(told) < len(self._asked) and waited <= self._after + ALL_ANSWER_SECONDS:
             return None
         self._asked, self._after = None, REPEATS * self._after
         return told
@@ -158,15 +158,14 @@ def words_of(channel: Channel | None, seat: Seat, ranks: int, phases: Collection
         phases: in which parts of a step they may have failed.
         early: before the pass began, and not in it.
     """
+    if channel is None:
+        return []
     until = time.monotonic() + NOTE_SECONDS
     while True:
-        told = list[Note]()
-        if channel is not None:
-            channel.read()
-            told = channel.told(seat)
-        told = [note for note in told if note.number == seat.passes and note.is_early == early]
+        channel.read()
+        told = [note for note in channel.told(seat) if note.number == seat.passes and note.is_early == early]
         found = {note.rank: note for note in told if note.phase in phases}
-        if len(found) >= ranks or channel is None or time.monotonic() >= until:
+        if len(found) >= ranks or time.monotonic() >= until:
             return [found[rank] for rank in sorted(found)]
         time.sleep(0.01)
 

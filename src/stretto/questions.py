@@ -106,11 +106,13 @@ class Questions(People):
         return {seat.handle: seat.ended for seat in [*self._seats] if seat.handle}
 
     def _where(self, handle: str) -> Answer:
-        frame, now = sys._current_frames().get(self.me.thread), None
-        while now != (now := (self._progress(handle), self.beside(), self.ended())):
-            pass  # or it would mix states before and after a pass
+        frame = sys._current_frames().get(self.me.thread)
+        before, now = None, self._counts(handle)
+        while now != before:  # else it could mix states before and after a pass
+            before, now = now, self._counts(handle)
         begun = f"has begun {counted(now[0][0], 'passes')} and " if now[0] else ""
         return Answer(f"{begun}is {standing(frame)}", *now, *awaited_in_torchs(frame))
 
-    def _progress(self, handle: str) -> list[int]:
-        return next((seat.progress for seat in [*self._seats] if handle and seat.handle == handle), [])
+    def _counts(self, handle: str) -> tuple[list[int], dict[str, list[int]], dict[str, int]]:
+        progress = next((seat.progress for seat in [*self._seats] if handle and seat.handle == handle), [])
+        return progress, self.beside(), self.ended()

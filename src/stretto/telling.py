@@ -85,7 +85,10 @@ class Teller:
         attempts = leaves and not note.handle and self._occasion == "attach"
         attempt = self._channel.count_attempt(self.seat) if attempts else 0
         note = replace(note, leaves=leaves, refused=refuses * self.seat.refused, leftover=leftover, attempt=attempt)
-        (self.seat.unsent.append if note.of_process else self._channel.post)(note)
+        if note.of_process:
+            self.seat.unsent.append(note)
+        else:
+            self._channel.post(note)
 
     def leave(self, phase: str, error: BaseException, trace: TracebackType | None = None, *, sent: bool = True) -> None:
         """Tell the others that this rank has lost its place. ``sent``: it may have sent what no rank waits for."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import pickle
 import re
 import signal
 import subprocess
@@ -1789,22 +1788,6 @@ def test_who_waits_within_a_wait_is_amid_that_still() -> None:
         return still and not this_thread.waits
 
     assert shared(worker, 2) == [True, True]
-
-
-def test_ranks_say_who_they_are_once() -> None:
-    def worker(transport: Any) -> list[int]:
-        peers, sizes, send = Peers(transport), [], transport.all_reduce
-
-        def counted(flat: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-            sizes.append(flat.numel())
-            return send(flat, *arguments, **options)
-
-        transport.all_reduce = counted
-        assert peers.gather(True) == peers.gather(True) == [True, True]
-        return sizes
-
-    for sizes in shared(worker, 2):
-        assert sizes[1] > sizes[3] == 2 * len(pickle.dumps(True))
 
 
 def seated(*seats: Seat, rank: int = 0, store: dist.Store | None = None) -> Channel:

@@ -82,14 +82,13 @@ class Peers(Teller):
             self.refuse_leftovers("waiting")
             self._come_together(sys._getframe(1))
             self.refuse_leftovers("waiting")  # of which it may have read meanwhile
-            brought = value if has_name else (self._introduction(), value)
+            brought = self._introduction(), value  # also with a name: a rank in another call may have none yet
             if self._patience is None:
                 everyone: list[Any] = self._transport.all_gather_object(brought)
             else:
                 everyone = gather_by_sums(brought, self._transport, self.wait if has_name else self._go)
             if not has_name:
                 self._name([introduction for introduction, _ in everyone])
-                everyone = [other for _, other in everyone]
         except BaseException as error:
             if isinstance(error, RuntimeError) and not raised_by_handler(error):
                 self.fail("what ranks hold could not be gathered", error)
@@ -99,7 +98,7 @@ class Peers(Teller):
             self.seat.meets = False  # one that came to nothing counts nowhere: some ranks did not come to it
             if not has_name:
                 self._go()
-        return everyone
+        return [other for _, other in everyone]
 
     def _come_together(self, caller: FrameType) -> None:
         """Else what ranks send in two different calls would meet: Gloo ends the process if sizes differ, or sums it."""

@@ -51,8 +51,9 @@ class Heads(torch.nn.Module):
 
 NEVER_USED = (
     "rank 0, pass 3: heads.c.weight, heads.c.bias, heads.d.weight, heads.d.bias had no gradient in any pass so far, "
-    "{}. Each stays untrained, and is sent as zeros if others share its bucket.\n"
-    "If that is intended, as for a target network, freeze it: requires_grad_(False); or ignore this. Shown once."
+    "{}. Each is untrained so far, and is sent as zeros if others share its bucket.\n"
+    "If that is intended, as for a target network, freeze it: requires_grad_(False). If it is to come later, as "
+    "for an expert that no token has reached yet, ignore this. Shown once."
 )
 
 

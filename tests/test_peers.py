@@ -379,8 +379,8 @@ def test_uneven_numbers_of_batches(tmp_path: Path, how: str, early: int, meeting
     assert within(found[other][1], "PeerError", 3) == (
         f"rank {other}, pass 4: rank {early} finished after 3 passes ({how}), so nobody can complete this one.\n"
         "Give every rank the same number of batches, or use the drop-in and its join(): with model.join(): ... If they "
-        "had the same number, that rank skipped one (continue, except), or this rank took one twice, or the program of "
-        "that rank ended early: see its log."
+        "had the same number, that rank skipped one (continue, except), or this rank took one twice, or an exception "
+        "or an early end has taken that rank out of its loop: see its log."
     )
 
 
@@ -982,8 +982,8 @@ def test_thread_ranks_are_told_that_one_was_detached() -> None:
     assert run_ranks(worker, 2)[0] == (
         "rank 0, pass 2: rank 1 finished after 1 pass (it was detached), so nobody can complete this one.\n"
         "Give every rank the same number of batches, or use the drop-in and its join(): with model.join(): ... If they "
-        "had the same number, that rank skipped one (continue, except), or this rank took one twice, or the program of "
-        "that rank ended early: see its log."
+        "had the same number, that rank skipped one (continue, except), or this rank took one twice, or an exception "
+        "or an early end has taken that rank out of its loop: see its log."
     )
 
 

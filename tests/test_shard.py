@@ -1116,7 +1116,8 @@ def test_kinds_that_are_refused() -> None:
     assert refusal(Peculiar(parameters, "good")) == (
         "rank 0, shard: Peculiar cannot be built again for a part of its parameters: "
         "Peculiar.__init__() missing 1 required positional argument: 'mood'.\n"
-        "Its constructor must take parameter groups first, and its defaults as keywords, as torch's do."
+        "Its constructor must take parameter groups first, and its defaults as keywords, as torch's do. One that "
+        "wraps another optimizer (SAM, Lookahead) is used without stretto.shard()."
     )
 
 
@@ -1360,8 +1361,8 @@ def test_a_group_that_is_added_must_be_reduced() -> None:
             sharded.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
         assert str(caught.value) == (
             f"rank {transport.rank}, shard: parameter 0 of group 1, (3,), is stepped by the optimizer, and not reduced "
-            "by this handle.\nBuild the optimizer over parameters of the attached module, or shard it with the handle "
-            "that reduces them."
+            "by this handle.\nBuild the optimizer over parameters of the attached module, or attach one module that "
+            "has all of them, torch.nn.ModuleList([model, loss]), or shard it with the handle that reduces them."
         )
         assert len(sharded.param_groups) == groups
         train(model, sharded, transport.rank, range(2))

@@ -228,7 +228,8 @@ def test_a_constructor_that_makes_other_groups_is_refused() -> None:
     reason = "of 1 group it makes 2"
     assert str(caught.value) == (
         f"rank 0, shard: Splits cannot be built again for a part of its parameters: {reason}.\n"
-        "Its constructor must take parameter groups first, and its defaults as keywords, as torch's do."
+        "Its constructor must take parameter groups first, and its defaults as keywords, as torch's do. One that "
+        "wraps another optimizer (SAM, Lookahead) is used without stretto.shard()."
     )
 
 

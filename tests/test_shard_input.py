@@ -135,7 +135,10 @@ def converted(model: Two, sync: Any, rank: int) -> None:
         model.second.bias.data = kept
 
 
-ONE = "Build the optimizer over parameters of the attached module, or shard it with the handle that reduces them."
+ONE = (
+    "Build the optimizer over parameters of the attached module, or attach one module that has all of them, "
+    "torch.nn.ModuleList([model, loss]), or shard it with the handle that reduces them."
+)
 DIFFERS = "Build the same on all ranks."
 REFUSED: dict[Callable[..., None], tuple[str, ...]] = {
     stepped: (
@@ -146,8 +149,7 @@ REFUSED: dict[Callable[..., None], tuple[str, ...]] = {
     ),
     strangers: (
         "SetupError: rank {0}, shard: parameter 0 of group 0, (2, 3), is stepped by the optimizer, and not reduced by "
-        "this handle.\nBuild the optimizer over parameters of the attached module, or shard it with the handle that "
-        "reduces them.",
+        f"this handle.\n{ONE}",
     ),
     twice: (
         "SetupError: rank {0}, shard: the optimizer's groups list more than once: first.bias.\n"
@@ -169,7 +171,8 @@ REFUSED: dict[Callable[..., None], tuple[str, ...]] = {
     peculiar: (
         "UnsupportedError: rank {0}, shard: Moody cannot be built again for a part of its parameters: "
         "Moody.__init__() missing 1 required positional argument: 'mood'.\n"
-        "Its constructor must take parameter groups first, and its defaults as keywords, as torch's do.",
+        "Its constructor must take parameter groups first, and its defaults as keywords, as torch's do. One that "
+        "wraps another optimizer (SAM, Lookahead) is used without stretto.shard().",
     ),
     on_one_rank: (
         "SetupError: rank 0, shard: the optimizer cannot be sharded on rank 1.\n"
@@ -208,7 +211,8 @@ REFUSED: dict[Callable[..., None], tuple[str, ...]] = {
     ),
     fails_to_build: (
         "UnsupportedError: shard: Lean cannot be built again for a part of its parameters: too much.\n"
-        "Its constructor must take parameter groups first, and its defaults as keywords, as torch's do.",
+        "Its constructor must take parameter groups first, and its defaults as keywords, as torch's do. One that "
+        "wraps another optimizer (SAM, Lookahead) is used without stretto.shard().",
     ),
 }
 

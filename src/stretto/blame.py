@@ -123,8 +123,8 @@ def left_early(where: str, occasion: str, notes: Sequence[Note], passes: int) ->
     return PeerError(
         f"{where}: rank {note.rank} finished after {done} ({how}), so nobody can complete this one.\n"
         "Give every rank the same number of batches, or use the drop-in and its join(): with model.join(): ... If they "
-        "had the same number, that rank skipped one (continue, except), or this rank took one twice, or the program of "
-        "that rank ended early: see its log."
+        "had the same number, that rank skipped one (continue, except), or this rank took one twice, or an exception "
+        "or an early end has taken that rank out of its loop: see its log."
     )
 
 

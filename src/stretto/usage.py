@@ -142,10 +142,10 @@ class NeverUsed:
 
     def _warn(self, names: list[str], told: bool) -> None:
         log.warning(
-            "%s: %s had no gradient in any pass so far, %s. Each stays untrained, and is sent as zeros if others share "
-            "its bucket.\n"
-            "If that is intended, as for a target network, freeze it: requires_grad_(False); or ignore this. Shown "
-            "once.",
+            "%s: %s had no gradient in any pass so far, %s. Each is untrained so far, and is sent as zeros if others "
+            "share its bucket.\n"
+            "If that is intended, as for a target network, freeze it: requires_grad_(False). If it is to come later, "
+            "as for an expert that no token has reached yet, ignore this. Shown once.",
             self._queue.where,
             name_list(names),
             "on any rank" if told else "on this rank",

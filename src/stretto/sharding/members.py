@@ -65,7 +65,8 @@ def _advice(outsider: torch.Tensor, own: set[int]) -> str:
         )
     return (
         "not reduced by this handle.\n"
-        "Build the optimizer over parameters of the attached module, or shard it with the handle that reduces them."
+        "Build the optimizer over parameters of the attached module, or attach one module that has all of them, "
+        "torch.nn.ModuleList([model, loss]), or shard it with the handle that reduces them."
     )
 
 

@@ -40,7 +40,8 @@ def build_like(
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise UnsupportedError(
             f"{name}: {kind.__name__} cannot be built again for a part of its parameters: {error}.\n"
-            "Its constructor must take parameter groups first, and its defaults as keywords, as torch's do."
+            "Its constructor must take parameter groups first, and its defaults as keywords, as torch's do. One that "
+            "wraps another optimizer (SAM, Lookahead) is used without stretto.shard()."
         ) from error
     like.defaults = dict(optimizer.defaults)
     vars(like)[OURS] = True  # its steps are not steps of the program

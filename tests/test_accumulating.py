@@ -372,6 +372,7 @@ def test_of_a_sum_what_another_devices_thread_has_added_before_the_first_gradien
             preset.accumulated(one)
 
     def arrived(_: object) -> None:
+        assert early.grad is not None and early.grad == (5.0 if kept else 1.0), "it has come before"
         preset.begin()
         before.extend([preset.before(early), preset.before(first)])
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from test_shared_memory import shared
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import stretto
@@ -973,7 +974,7 @@ def test_after_detach_there_is_no_state_to_save_or_to_load(world: int) -> None:
     run_ranks(worker, 2) if world > 1 else worker()
 
 
-@pytest.mark.parametrize("how", ["sharded again", "as it is", "loaded", "handed back"])
+@pytest.mark.parametrize("how", ["sharded again", "and loaded", "as it is", "loaded", "by torch", "handed back"])
 def test_who_goes_on_without_the_state_that_detach_has_lost_is_told(how: str, caplog: pytest.LogCaptureFixture) -> None:
     def worker(transport: Any) -> None:
         model = copy.deepcopy(START)
@@ -982,6 +983,8 @@ def test_who_goes_on_without_the_state_that_detach_has_lost_is_told(how: str, ca
         sharded = stretto.shard(plain, sync)
         train(model, sharded, sync.rank)
         state = sharded.state_dict()
+        like = copy.deepcopy(START)
+        other = torch.optim.AdamW(like.parameters())
         if how == "handed back":
             sharded.unshard()
         sync.detach()
@@ -989,17 +992,26 @@ def test_who_goes_on_without_the_state_that_detach_has_lost_is_told(how: str, ca
         if how == "loaded" and not sync.rank:
             plain.load_state_dict(state)
         going_on = plain
-        if how == "sharded again":
+        if how in ("sharded again", "and loaded"):
             going_on = stretto.shard(plain, stretto.attach(model, transport=transport))
+        if how == "and loaded":
+            part = going_on.stateful()
+            read = part.state_dict()
+            for value in (value for one in read["state"].values() for value in one.values()):
+                value.was_read = True  # as torch.distributed.checkpoint.load does
+            part.load_state_dict(read)
+        if how == "by torch" and not sync.rank:
+            train(like, other, sync.rank)
+            set_optimizer_state_dict(model, plain, get_optimizer_state_dict(like, other))
         train(model, going_on, sync.rank)
 
     run_ranks(worker, 2)
     told = [record.getMessage() for record in caplog.records if "without the state" in record.getMessage()]
     expected = [
-        f"rank {rank}, shard: this AdamW was sharded before, and begins again without the state that it had: detach() "
-        "has lost the shares of it.\n"
-        "To keep it: optimizer = optimizer.unshard(), on all ranks, before detach(). Shown once."
-        for rank in {"sharded again": (0, 1), "as it is": (0, 1), "loaded": (1,), "handed back": ()}[how]
+        f"rank {rank}, shard: this AdamW was sharded before, and begins again without the state that it had: the "
+        "shares of it were lost by detach(), or with a wrapper that another has replaced.\n"
+        "To keep it: optimizer = optimizer.unshard(), on all ranks, before that. Shown once."
+        for rank in {"sharded again": (0, 1), "as it is": (0, 1), "loaded": (1,), "by torch": (1,)}.get(how, ())
     ]
     assert sorted(told) == expected
 

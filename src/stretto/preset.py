@@ -97,7 +97,8 @@ class Preset:
                 continue
             parameter = self._hooks[key][0]() if key in self._hooks else None
             if parameter is None or (gradient := parameter.grad) is None:
-                self._known.pop(key, None)
+                if self._known.get(key) is before:  # else another thread has looked meanwhile
+                    self._known.pop(key, None)
             elif not _goes_on(before, gradient) and before.task != task:  # still: it is added to only after a look
                 before.value = gradient.detach().clone()
         self._known.running = True  # last: from here on what is known is not looked at again

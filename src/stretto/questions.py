@@ -6,6 +6,7 @@ a waiting rank ──> ask/RANK/n ──> that rank's thread ──> at/RANK/n
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import sys
 import threading
@@ -59,8 +60,8 @@ class Questions(People):
             if person is not None and person.pid == self.me.pid and person.host == self.me.host:
                 frame = sys._current_frames().get(person.thread)
                 told[rank] = Answer(f"is {standing(frame)}" if frame else "has ended", [], {}, {})
-            elif self.line.check([key]):
-                told[rank] = Answer(*json.loads(self.line.get(key)))
+            elif (answer := self.line.run(functools.partial(_read, key=key))) is not None:
+                told[rank] = Answer(*json.loads(answer))
         return told
 
     def gather(self, handle: str, seconds: float) -> dict[int, Answer]:
@@ -68,9 +69,11 @@ class Questions(People):
         told: dict[int, Answer] = {}
         with contextlib.suppress(RuntimeError):
             keys, until = self.ask(handle), time.monotonic() + seconds
-            while keys and time.monotonic() < until:
+            while True:
                 told |= self.heard(keys)
                 keys = {rank: key for rank, key in keys.items() if rank not in told}
+                if not keys or time.monotonic() >= until:
+                    break
                 time.sleep(0.05)
         return told
 
@@ -116,3 +119,8 @@ class Questions(People):
     def _counts(self, handle: str) -> tuple[list[int], dict[str, list[int]], dict[str, int]]:
         progress = next((seat.progress for seat in [*self._seats] if handle and seat.handle == handle), [])
         return progress, self.beside(), self.ended()
+
+
+def _read(store: Store, key: str) -> bytes | None:
+    """At one go, since answers are taken away again."""
+    return store.get(key) if store.check([key]) else None

@@ -7,6 +7,7 @@ exit code would be lost.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -34,6 +35,8 @@ HEARD = 0.5
 """Seconds after its end in which a rank's output arrives."""
 SILENCE = 3.0
 """Seconds for which ranks are expected to end before a word is said of them."""
+TWICE = 0.5
+"""A signal that comes within so many seconds of the first is the same Ctrl-C, passed on by a wrapper."""
 LOOK_SECONDS = 0.01
 _LOOK_AGAIN = 0.05
 Told = Callable[[int], Traceback | None]
@@ -123,7 +126,7 @@ class Agent(LocalElasticAgent):
         )
         super().__init__(spec, logs)
         self.ends = Ends(told)
-        self._is_ending = False
+        self._ends_since: float | None = None
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """torch keeps the ranks' output files open until it is gone itself: the pipes would not end with the ranks."""
@@ -151,12 +154,16 @@ class Agent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """torch calls it again where a second signal comes while it waits, and would wait for as long once more."""
         self._wake_stopped(self._running())
-        if self._is_ending:
+        now = time.monotonic()
+        is_first = self._ends_since is None
+        self._ends_since = since = now if self._ends_since is None else self._ends_since
+        if now - since > TWICE:
             death_sig = signal.SIGKILL
-        self._is_ending = True
         reminder = threading.Timer(SILENCE, self._name_those_left, (death_sig, timeout))
         reminder.daemon = True
-        reminder.start()
+        if is_first:
+            with contextlib.suppress(RuntimeError):  # no more threads
+                reminder.start()
         try:
             super()._shutdown(death_sig, timeout)
         finally:

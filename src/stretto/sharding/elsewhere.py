@@ -6,13 +6,16 @@ import contextlib
 import logging
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, ItemsView, Iterator, KeysView, ValuesView
-from typing import Any, NoReturn
+from collections.abc import ItemsView, Iterator, KeysView, ValuesView
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from ..errors import SetupError, UnsupportedError
 from ..steps import stepped_by
+
+if TYPE_CHECKING:
+    from .shares import Shares
 
 log = logging.getLogger("stretto")
 
@@ -27,12 +30,12 @@ class Elsewhere(defaultdict[torch.Tensor, Any]):
     Args:
         optimizer: has the parameters.
         where: how messages begin.
-        forget: drops what is kept of a parameter that has left the groups, and returns it; None if there is nothing.
+        shares: this rank's.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, where: str, forget: Callable[[torch.Tensor], Any]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, where: str, shares: Shares) -> None:
         super().__init__(dict)
-        self._forget = forget
+        self._shares = shares
         self._optimizer = optimizer
         self._where = where
         self._has_told = False
@@ -69,6 +72,11 @@ class Elsewhere(defaultdict[torch.Tensor, Any]):
     def __bool__(self) -> bool:
         return True
 
+    @property
+    def has_shares(self) -> bool:
+        """Whether there is a state, of which this rank has shares."""
+        return bool(self._shares.inner.state)
+
     def refuse(self) -> NoReturn:
         """Raise."""
         raise UnsupportedError(
@@ -95,7 +103,7 @@ class Elsewhere(defaultdict[torch.Tensor, Any]):
 
     def __delitem__(self, key: torch.Tensor) -> None:
         self._refuse_own(key)
-        if self._forget(key) is None or super().__contains__(key):
+        if self._shares.forget(key) is None or super().__contains__(key):
             super().__delitem__(key)
 
     def __contains__(self, key: object) -> bool:
@@ -113,7 +121,7 @@ class Elsewhere(defaultdict[torch.Tensor, Any]):
         Of one that has left the groups since the last step, the state is still in shares: it gives an empty one.
         """
         self._refuse_own(key)
-        left = self._forget(key)
+        left = self._shares.forget(key)
         return super().pop(key, *(default if left is None else (left,)))
 
     def setdefault(self, key: torch.Tensor, default: Any = None) -> Any:
@@ -170,26 +178,26 @@ class Guard:
             self._is_open = False
 
     def end(self, *, loses_state: bool) -> None:
-        """The original may be used directly again. ``loses_state``: what it had is lost; its next step tells."""
+        """The original may be used directly again. ``loses_state``: what it had is lost, which its next step tells."""
         for hook in self._hooks:
             hook.remove()
         if loses_state and (optimizer := self._optimizer()) is not None:
             self._has_lost_state = True
             optimizer.register_step_pre_hook(self._tell_of_loss)
-            optimizer.register_load_state_dict_post_hook(self._has_state_again)
-
-    def _has_state_again(self, _: torch.optim.Optimizer) -> None:
-        self._has_lost_state = False
 
     def _tell_of_loss(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not self._has_lost_state:
+        moves = any(float(group.get("lr", 1.0)) != 0.0 for group in optimizer.param_groups)
+        if not (self._has_lost_state and moves):  # torch's set_optimizer_state_dict first steps, by nothing
             return
         self._has_lost_state = False  # and the hook stays: torch goes through them
+        state = optimizer.state
+        if state.has_shares if isinstance(state, Elsewhere) else state:  # another was loaded
+            return
         kind = type(getattr(optimizer, "original", optimizer)).__name__
         log.warning(
-            "%s: this %s was sharded before, and begins again without the state that it had: detach() has lost the "
-            "shares of it.\n"
-            "To keep it: optimizer = optimizer.unshard(), on all ranks, before detach(). Shown once.",
+            "%s: this %s was sharded before, and begins again without the state that it had: the shares of it were "
+            "lost by detach(), or with a wrapper that another has replaced.\n"
+            "To keep it: optimizer = optimizer.unshard(), on all ranks, before that. Shown once.",
             self._where,
             kind,
         )

@@ -63,7 +63,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         self._of_torch: list[dict[str, Any]] = []
         super().__init__(optimizer.param_groups, optimizer.defaults)
         Joins.__init__(self)
-        self._elsewhere = None if shares is None else Elsewhere(optimizer, where, shares.forget)
+        self._elsewhere = None if shares is None else Elsewhere(optimizer, where, shares)
         for hooks in _HOOKS:  # hooks on either of the two must run
             setattr(self, hooks, getattr(optimizer, hooks))
         self._guard = None if shares is None else Guard(optimizer, where)

@@ -139,9 +139,12 @@ class Rejoin:
         module = self._agree(wanted, rows, plan)
         complete(queue.buckets, queue.transport, queue.wait_for)  # before anything moves, should a rank fail here
         give_back_whole(queue.buckets, but=wanted.values())  # frozen ones that leave the plan may still be stepped
-        mine = self._tell_of(wanted, rows, noticed.arrived, idle=idle)
+        now = {**wanted, **rows}
+        loose = self._loose(wanted, rows, noticed.arrived, idle=idle)
+        in_shares = {name for name, one in wanted.items() if queue.in_shares.holds(one)}
+        mine = _Told(loose, in_shares, *self._renamed(now), members.unseen())
         told = _AllTold(queue.peers.gather(mine))
-        owed = self._take_out(told, mine, {**wanted, **rows}, noticed.before, idle=idle)
+        owed = self._take_out(told, mine, now, noticed.before, idle=idle)
         words, factor = self._changes.in_words(), queue.scaling.after(queue.buckets[-1].footer.weight)
         self._send_values(told.loose)
         self._places.begin_anew(module, queue.transport, queue.wait_for)
@@ -156,18 +159,6 @@ class Rejoin:
         if idle:
             self.postponed.pass_by()
         self._tell(words, plan, told.unseen)
-
-    def _tell_of(
-        self,
-        wanted: Mapping[str, torch.nn.Parameter],
-        rows: Mapping[str, torch.nn.Parameter],
-        arrived: Set[str],
-        *,
-        idle: bool,
-    ) -> _Told:
-        loose = self._loose(wanted, rows, arrived, idle=idle)
-        in_shares = {name for name, one in wanted.items() if self._queue.in_shares.holds(one)}
-        return _Told(loose, in_shares, *self._renamed({**wanted, **rows}), self._members.unseen())
 
     def _take_out(
         self,

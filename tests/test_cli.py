@@ -24,11 +24,12 @@ from typing import Any
 import pytest
 import torch
 import warm_programs
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 import stretto
 from stretto.analysis import breakdown_of
-from stretto.cli import execute
-from stretto.cli.agent import Ends
+from stretto.cli import agent, execute
+from stretto.cli.agent import Agent, Ends
 from stretto.cli.console import CommandError, write
 from stretto.cli.demo import ENOUGH
 from stretto.cli.digits import drawn_digits, train_once
@@ -247,6 +248,21 @@ def test_a_rank_that_ignores_ctrl_c_is_named_and_a_second_one_kills_it(tmp_path:
         assert launcher.wait(15) == 130
         assert not alive(pid)
         assert launcher.stderr.read() == "stretto: stopped by SIGINT; all ranks have ended\n"
+
+
+def test_a_second_signal_soon_after_the_first_is_the_same_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from a wrapper that passes on what the terminal has sent already: ranks may be saving."""
+    sent: list[signal.Signals] = []
+    monkeypatch.setattr(LocalElasticAgent, "_shutdown", lambda _, number, timeout: sent.append(number))
+    monkeypatch.setattr(Agent, "_running", lambda _: {})
+    one: Any = Agent.__new__(Agent)
+    one._first_end = None
+    monkeypatch.setattr(agent, "TWICE", 1e9)
+    one._shutdown(signal.SIGINT)
+    one._shutdown()
+    monkeypatch.setattr(agent, "TWICE", -1.0)
+    one._shutdown()
+    assert sent == [signal.SIGINT, signal.SIGINT, signal.SIGKILL]
 
 
 def test_a_script_whose_name_begins_with_a_dash_is_no_option_of_python(tmp_path: Path) -> None:

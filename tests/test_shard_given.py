@@ -1002,6 +1002,7 @@ def test_who_goes_on_without_the_state_that_detach_has_lost_is_told(how: str, ca
             part.load_state_dict(read)
         if how == "by torch" and not sync.rank:
             train(like, other, sync.rank)
+            model.zero_grad()  # else torch takes no step first
             set_optimizer_state_dict(model, plain, get_optimizer_state_dict(like, other))
         train(model, going_on, sync.rank)
 

@@ -122,5 +122,5 @@ class Questions(People):
 
 
 def _read(store: Store, key: str) -> bytes | None:
-    """At one go, since answers are taken away again."""
+    """Soon after one another, since answers are taken away again."""
     return store.get(key) if store.check([key]) else None

@@ -126,7 +126,7 @@ class Agent(LocalElasticAgent):
         )
         super().__init__(spec, logs)
         self.ends = Ends(told)
-        self._ends_since: float | None = None
+        self._first_end: tuple[float, signal.Signals] | None = None
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """torch keeps the ranks' output files open until it is gone itself: the pipes would not end with the ranks."""
@@ -154,14 +154,11 @@ class Agent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """torch calls it again where a second signal comes while it waits, and would wait for as long once more."""
         self._wake_stopped(self._running())
-        now = time.monotonic()
-        is_first = self._ends_since is None
-        self._ends_since = since = now if self._ends_since is None else self._ends_since
-        if now - since > TWICE:
-            death_sig = signal.SIGKILL
+        began, sent = self._first_end = self._first_end or (time.monotonic(), death_sig)
+        death_sig = signal.SIGKILL if time.monotonic() - began > TWICE else sent
         reminder = threading.Timer(SILENCE, self._name_those_left, (death_sig, timeout))
         reminder.daemon = True
-        if is_first:
+        if death_sig != signal.SIGKILL:
             with contextlib.suppress(RuntimeError):  # no more threads
                 reminder.start()
         try:

@@ -184,14 +184,19 @@ class Guard:
         if loses_state and (optimizer := self._optimizer()) is not None:
             self._has_lost_state = True
             optimizer.register_step_pre_hook(self._tell_of_loss)
+            optimizer.register_load_state_dict_post_hook(self._has_state_again)
+
+    def _has_state_again(self, _: torch.optim.Optimizer) -> None:
+        self._has_lost_state = False
 
     def _tell_of_loss(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        moves = any(float(group.get("lr", 1.0)) != 0.0 for group in optimizer.param_groups)
-        if not (self._has_lost_state and moves):  # torch's set_optimizer_state_dict first steps, by nothing
+        if not self._has_lost_state or getattr(optimizer, "ended", False):
             return
+        if all(_is_zero(group.get("lr")) for group in optimizer.param_groups):
+            return  # torch's get_optimizer_state_dict and set_optimizer_state_dict do so, to have a state
         self._has_lost_state = False  # and the hook stays: torch goes through them
         state = optimizer.state
-        if state.has_shares if isinstance(state, Elsewhere) else state:  # another was loaded
+        if isinstance(state, Elsewhere) and state.has_shares:  # torch.distributed.checkpoint has loaded it
             return
         kind = type(getattr(optimizer, "original", optimizer)).__name__
         log.warning(
@@ -216,3 +221,10 @@ class Guard:
                 f"this {type(optimizer).__name__} was sharded: it has no state any more to save or load.\n"
                 "Call state_dict() and load_state_dict() of what stretto.shard() has returned, on all ranks."
             )
+
+
+def _is_zero(rate: Any) -> bool:
+    """Whether a learning rate is known to be 0; an accelerator is not asked."""
+    if rate is None or (isinstance(rate, torch.Tensor) and not rate.is_cpu):
+        return False
+    return bool(rate == 0)

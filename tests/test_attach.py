@@ -192,6 +192,33 @@ def test_tensors_that_wrap_others_can_be_left_out_and_not_put_in_later() -> None
     assert first == [[1.0, 1.0], [5.0, 5.0]] and second == [[2.0, 2.0], [6.0, 6.0]]
 
 
+def test_a_gradient_of_another_dtype_is_no_gradient_of_a_bucket_then_or_later() -> None:
+    def parameter(dtype: torch.dtype | None) -> torch.nn.Parameter:
+        made = torch.nn.Parameter(torch.ones(3))
+        made.grad_dtype = dtype
+        return made
+
+    def worker(transport):
+        model = linear()
+        model.any, model.same, model.frozen = map(parameter, (None, torch.float32, torch.float64))
+        model.frozen.requires_grad_(False)
+        model.register_buffer("state", torch.ones(2, requires_grad=True).exp(), persistent=False)
+        stretto.attach(model, transport=transport)
+        (model(torch.ones(1, 3)).sum() * (model.any + model.same).sum()).backward()
+        model.later = parameter(torch.float64)
+        with pytest.raises(stretto.SetupError) as caught:
+            (model(torch.ones(1, 3)).sum() * model.later.sum()).backward()
+        del model.later
+        model(torch.ones(1, 3)).sum().backward()
+        return str(caught.value)
+
+    assert run_ranks(worker, 2) == [
+        f"pass 2, rank {rank}: later (torch.float64) are to have gradients of another dtype than their own: leave "
+        "their grad_dtype alone"
+        for rank in range(2)
+    ]
+
+
 def test_attached_already() -> None:
     def worker(transport):
         module = linear()

@@ -447,6 +447,12 @@ def model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
 
 
+def of_other_gradients() -> torch.nn.Module:
+    module = torch.nn.Linear(2, 2)
+    module.weight.grad_dtype = torch.float64
+    return module
+
+
 def attach(**options: object) -> stretto.Synchronizer:
     return stretto.attach(model(), **options)
 
@@ -569,6 +575,11 @@ ALONE = [
         "attach: weight, bias are on the meta device, which holds no values.\n"
         "Give them values before stretto.attach(model), for example with model.to_empty(device=...) and an "
         "initialisation, or leave them out with ignore=.",
+    ),
+    (
+        lambda: stretto.attach(of_other_gradients()),
+        "attach: weight (torch.float64) are to have gradients of another dtype than their own, which cannot lie in a "
+        "bucket.\nLeave grad_dtype of parameters alone. To sum in another dtype give reduce_dtype=.",
     ),
     (
         lambda: setattr(attach(), "buffers", "all"),

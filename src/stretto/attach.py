@@ -19,7 +19,7 @@ from .options import Buffers, Options, dtype_patterns, names_of, names_of_sparse
 from .peers import Peers
 from .reducer import Reducer, reducer_of
 from .scaling import Reduce
-from .selection import named, stand_in, trained, wrapping
+from .selection import named, refuse_cast_gradients, stand_in, trained, wrapping
 from .sizing import plan_for, suit_link
 from .transport import Transport, TransportName, choose
 from .transport.choose import carrier_of, refuse_other_kinds, refuse_unknown_name, warn_of_group_of_one, warn_of_tasks
@@ -282,6 +282,7 @@ def _refuse(module: torch.nn.Module, options: Options, *, sends: bool) -> None:
             f"attach: ignore= names {name_list(vain)}, which the module does not have.\n"
             "Give names, or patterns of names, of module.named_parameters() or module.named_buffers()."
         )
+    refuse_cast_gradients(to_reduce)
     if not to_reduce:
         raise SetupError(
             "attach: the module has no parameter that requires a gradient, so there is nothing to reduce.\n"

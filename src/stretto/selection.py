@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .errors import SetupError
 from .options import Options
 from .wording import name_list
 
@@ -41,12 +42,30 @@ def _wraps(one: Any) -> str:
     return str(one.dtype) if one.is_quantized else "" if one.layout is torch.strided else str(one.layout)
 
 
+def cast_gradients(parameters: Mapping[str, torch.Tensor]) -> str:
+    """Names of those that are to have gradients of another dtype (torch's ``grad_dtype``), which would fit no slot."""
+    trained = [(name, one) for name, one in parameters.items() if one.is_leaf and one.requires_grad]
+    found = [f"{name} ({one.grad_dtype})" for name, one in trained if one.grad_dtype not in (None, one.dtype)]
+    return name_list(found) if found else ""
+
+
+def refuse_cast_gradients(parameters: Mapping[str, torch.Tensor]) -> None:
+    """Raise ``SetupError`` for those."""
+    if cast := cast_gradients(parameters):
+        raise SetupError(
+            f"attach: {cast} are to have gradients of another dtype than their own, which cannot lie in a bucket.\n"
+            "Leave grad_dtype of parameters alone. To sum in another dtype give reduce_dtype=."
+        )
+
+
 def unfit(tensors: Mapping[str, torch.Tensor]) -> str:
     """Why some of them cannot be averaged or sent; empty if all can."""
     if lazy := [name for name, one in tensors.items() if torch.nn.parameter.is_lazy(one)]:
         return f"{name_list(lazy)} are not initialised yet (lazy modules): run one forward before the next backward"
     if wrapped := wrapping(tensors):
         return f"{wrapped} have their values in other tensors: attach again, with ignore= for these"
+    if cast := cast_gradients(tensors):
+        return f"{cast} are to have gradients of another dtype than their own: leave their grad_dtype alone"
     return ""
 
 

@@ -206,6 +206,20 @@ def test_run_ends_all_with_ctrl_c_and_even_when_it_is_killed(tmp_path: Path) -> 
                 assert "stretto: stopped by SIGINT; all ranks have ended" in launcher.stderr.read().splitlines()
 
 
+def test_run_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
+    path = script(
+        tmp_path, "import os, signal\nprint(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)\ninput()\nprint('done')"
+    )
+    run = [sys.executable, "-m", "stretto", "run", "--ranks", "1", str(path)]
+    line = ["sh", "-c", "trap '' HUP; exec \"$@\"", "sh", *run]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(line, text=True, **pipes) as launcher:
+        assert launcher.stdout is not None and launcher.stdout.readline() == "[rank 0] True\n"
+        launcher.send_signal(signal.SIGHUP)
+        assert launcher.communicate("go on\n", 60) == ("[rank 0] done\n", "")
+        assert launcher.returncode == 0
+
+
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"

@@ -105,6 +105,8 @@ def launch(program: Sequence[str], ranks: int, out: BinaryIO, err: BinaryIO) -> 
     command = ["-u", *program]
     if sys.platform.startswith("linux"):
         command = ["-I", "-S", "-c", _TIED_TO_US, str(os.getpid()), *command]
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as under nohup: torch would handle it all the same
+        os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)  # the launcher's own lines; ranks have their own logging
     agent = Agent([sys.executable, *command], ranks, _Pipes(streams), lambda rank: streams.err[rank].traceback())

@@ -243,6 +243,7 @@ def test_every_contestant_runs_once_a_round_in_changing_order() -> None:
     assert len(rounds) == 8 and all(sorted(one) == [*"abcd"] for one in rounds) and len({*map(tuple, rounds)}) > 1
     assert {name: len(times) for name, times in told.items()} == dict.fromkeys("abcd", 6)
     assert len(interleave(contestants, 100, 1, seconds=1e-9, watched=False)["a"]) == 5
+    assert len(interleave(contestants, 6, 1, seconds=1.7e308, watched=False)["a"]) == 6
 
 
 def test_some_are_chosen_by_name() -> None:

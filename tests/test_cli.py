@@ -1266,6 +1266,11 @@ REFUSED = [
         2,
         "--bandwidth 1e999bit: give a bandwidth such as 1gbit, 100mbit or 125MB/s",
     ),
+    (
+        "plan script.py:fine --bandwidth 1e308tbit",
+        2,
+        "--bandwidth 1e308tbit: give a bandwidth such as 1gbit, 100mbit or 125MB/s",
+    ),
     ("plan script.py:fine --latency 1e999s", 2, "--latency 1e999s: give a time such as 100us or 0.2ms"),
     (
         "run --ranks 9999999 script.py",

@@ -90,7 +90,7 @@ def interleave(
             done(number + 1)
         if warm_up and seconds < float("inf"):
             took = (time.perf_counter() - began) / warm_up
-            rounds = _alike(min(rounds, max(FEWEST, int(seconds / took))))
+            rounds = _alike(min(rounds, max(FEWEST, int(min(rounds, seconds / took)))))
         for number in range(rounds):
             for name, spent in _round(contestants, shuffle).items():
                 found[name].append(spent)

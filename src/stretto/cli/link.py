@@ -59,9 +59,10 @@ def parse_bandwidth(text: str, option: str = "--bandwidth") -> float:
     """
     match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([kKmMgGtT]?)(bit|bits|bps|b|B)(?:/s|ps)?", text.strip())
     value = _number(match.group(1)) if match else None
-    if match is None or not value:
+    unit = _BITS[match.group(2).lower()] * (8 if match.group(3) == "B" else 1) if match else 0.0
+    if not value or (bits := value * unit) == math.inf:
         raise CommandError(f"{option} {text}: give a bandwidth such as 1gbit, 100mbit or 125MB/s")
-    return value * _BITS[match.group(2).lower()] * (8 if match.group(3) == "B" else 1)
+    return bits
 
 
 def parse_latency(text: str) -> float:

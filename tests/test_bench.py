@@ -217,6 +217,14 @@ def test_what_makes_figures_doubtful_is_said() -> None:
         "4 ranks share 2 cores: times are of ranks that take turns.",
         "The hosts and the link between them are emulated on one machine (network namespaces, veth).",
     ]
+    run = made_up({ALONE: [1.0]}, ranks=1, threads=8)
+    assert run.remarks == ["8 threads share 2 cores: times are of threads that take turns."]
+    run = made_up({ALONE: [1.0]}, machine=replace(MACHINE, cores=1))
+    assert run.remarks == ["2 ranks share 1 core: times are of ranks that take turns."]
+
+
+def test_a_busy_machine_is_said() -> None:
+    run = made_up({ALONE: [1.0]}, machine=replace(MACHINE, busy=0.5))
     assert not run.machine.quiet
     assert str(run).endswith("others used 50 % of the cores at the start (NOT QUIET: figures are doubtful)")
 

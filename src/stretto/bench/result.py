@@ -75,7 +75,9 @@ class Comparison:
         found += [f"{name} did not take part: {reason}" for name, reason in self.skipped.items()]
         found += [self.about_batch] if self.about_batch else []
         if self.ranks * self.threads > self.machine.cores:
-            found.append(f"{self.ranks} ranks share {self.machine.cores} cores: times are of ranks that take turns.")
+            who = "threads" if self.threads > 1 else "ranks"
+            count, there = counted(self.ranks * self.threads, who), counted(self.machine.cores, "cores")
+            found.append(f"{count} share {there}: times are of {who} that take turns.")
         if "emulated" in self.network:
             found.append("The hosts and the link between them are emulated on one machine (network namespaces, veth).")
         return found

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import json
 import os
+import queue
 import re
 import select
 import shutil
@@ -23,12 +24,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import warm_programs
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 import stretto
 from stretto.analysis import breakdown_of
-from stretto.cli import agent, execute
+from stretto.cli import agent, execute, launched
 from stretto.cli.agent import Agent, Ends
 from stretto.cli.console import CommandError, write
 from stretto.cli.demo import ENOUGH
@@ -831,6 +833,26 @@ def test_an_environment_of_ranks_that_is_none_is_named(monkeypatch: pytest.Monke
     assert str(caught.value) == "WORLD_SIZE='two' in the environment is not a number: correct it, or unset it"
 
 
+def test_ranks_that_do_not_come_are_waited_for_with_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another run has left in the environment kept the doctor silent for two minutes."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def nobody_comes(*_: Any, **options: Any) -> None:
+        raise RuntimeError(told.get(timeout=60))
+
+    monkeypatch.setattr(launched, "SILENCE", 0.0)
+    monkeypatch.setattr(launched, "note", told.put)
+    monkeypatch.setattr(dist, "init_process_group", nobody_comes)
+    with pytest.raises(RuntimeError) as caught:
+        launched.look_together("here", "lo", quick=True)
+    assert str(caught.value) == (
+        "waiting for other ranks: the environment says RANK=0, WORLD_SIZE=2, MASTER_ADDR=here, MASTER_PORT=1; to look "
+        "at this host alone, unset RANK"
+    )
+
+
 def test_advice_of_the_doctor() -> None:
     assert advise(findings()) == faults(findings()) == []
     assert advise(findings(gloo=GlooInterface("hostname", "lo", "127.0.1.1"))) == [
@@ -1187,6 +1209,7 @@ def test_ctrl_c_as_a_command_begins_ends_without_a_word(tmp_path: Path) -> None:
 
 BROKEN_MODEL = """
 import torch
+import torch.distributed as dist
 number = 3
 def fails(): raise KeyError("lost")
 def none(): return number

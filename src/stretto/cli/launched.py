@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import gc
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,10 +14,13 @@ import torch.distributed as dist
 
 from ..errors import SetupError
 from ..wording import ranks_by
+from .console import note
 from .speed import Speed, measure_here
 
 PATIENCE = datetime.timedelta(seconds=120)
 """How long to wait for ranks that do not come, or do not answer."""
+SILENCE = 5.0
+"""Seconds until a line says that they are waited for: the environment may be that of another run."""
 _TOLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -76,10 +80,24 @@ def look_together(hostname: str, gloo: str, *, quick: bool) -> Launched:
 
 @contextmanager
 def _process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", timeout=PATIENCE)
+    reminder = threading.Timer(SILENCE, _say_who_is_awaited)
+    reminder.daemon = True
+    reminder.start()
+    try:
+        dist.init_process_group("gloo", timeout=PATIENCE)
+    finally:
+        reminder.cancel()
     try:
         yield
         dist.barrier()
     finally:
         gc.collect()  # nothing may refer to the group when it ends
         dist.destroy_process_group()
+
+
+def _say_who_is_awaited() -> None:
+    rank, world_size, host, port = (os.environ[name] for name in _TOLD)
+    note(
+        f"waiting for other ranks: the environment says RANK={rank}, WORLD_SIZE={world_size}, MASTER_ADDR={host}, "
+        f"MASTER_PORT={port}; to look at this host alone, unset RANK"
+    )

@@ -616,6 +616,31 @@ def test_gradient_accumulation_is_seen_as_it_is() -> None:
         assert_adds_up(one.breakdown)
 
 
+def test_micro_batches_of_another_method_than_forward_are_backwards_of_their_own(tmp_path: Any) -> None:
+    """Nobody sees that forward, which is no backward for that: it lies between two tasks of the engine."""
+
+    class Policy(Layers):
+        def act(self, x: torch.Tensor) -> torch.Tensor:
+            return self.forward(x)
+
+    def worker(transport: Any) -> None:
+        model = Policy(2, 0.002)
+        sync = stretto.attach(model, transport=transport)
+        with sync.trace(tmp_path):
+            for micro in range(4):
+                time.sleep(0.02)
+                with sync.no_sync() if micro < 3 else contextlib.nullcontext():
+                    model.act(torch.ones(2, 8)).sum().backward()
+
+    run_ranks(worker, 2)
+    for trace in read_trace(tmp_path):
+        (one,) = trace.passes
+        first, second, third = one.unsynchronized
+        between = (second.begin - first.end, third.begin - second.end, one.started - third.end)
+        assert min(between) >= 20 * MS
+        assert one.forward == 0 and one.other >= 0.08
+
+
 def assert_adds_up(mine: Breakdown) -> None:
     parts = mine.forward + mine.backward + mine.exposed + mine.optimizer + mine.other
     assert parts == pytest.approx(mine.step, rel=1e-6)

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from .engine import current_task
 from .listeners import at_forks
 from .plan import BucketPlan
 from .record import Launch, PassRecord, Span
@@ -84,7 +85,7 @@ class Recorder:
         self._started = self._ended = 0
         self._forwards: list[Span] = []
         self._optimizer: list[Span] = []
-        self._kept: list[Span] = []
+        self._kept: dict[int, Span] = {}  # by the forward's end, or if another method ran it by the engine's task
         self._open: list[tuple[Any, int]] = []  # what has begun and not ended: optimizers, and None for a forward
         self._empty()
 
@@ -136,16 +137,17 @@ class Recorder:
         self._ended = 0
 
     def _forget_failed(self) -> None:
-        for spans in (self._forwards, self._optimizer, self._kept):
+        for spans in (self._forwards, self._optimizer):
             spans[:] = [span for span in spans if span.begin > self._started]
+        self._kept = {which: span for which, span in self._kept.items() if span.begin > self._started}
         self._open = [one for one in self._open if one[0] is not None and one[1] > self._started]
         self._began = self._forwards[0].begin if self._forwards else now()
 
     def gradient_kept(self, pass_number: int) -> None:
         """The backward of a micro-batch: from the forward before it, or its first gradient, to its last."""
         at, ended = now(), self._forwards[-1].end if self._forwards else 0
-        before = self._kept.pop() if self._kept and self._kept[-1].end >= ended else None
-        self._kept.append(Span(before.begin if before else ended or at, at))
+        before = self._kept.get(which := ended or current_task())
+        self._kept[which] = Span(before.begin if before else ended or at, at)
 
     def bucket_full(self, pass_number: int, bucket: int, closed_by: str) -> None:
         """Its gradients are there; earlier buckets may still be missing some."""
@@ -221,7 +223,7 @@ class Recorder:
             gradients=tuple(self.gradients),
             launches=tuple(launches),
             buffers=self._buffers,
-            unsynchronized=tuple(self._kept),
+            unsynchronized=tuple(self._kept.values()),
             waits=(waited,) if self._started <= waited.begin < self._ended else (),
             sparse_bytes=watched.sparse.total_bytes - self._sparse_before,
             buffer_bytes=self._buffer_bytes,

@@ -641,6 +641,27 @@ def test_micro_batches_of_another_method_than_forward_are_backwards_of_their_own
         assert one.forward == 0 and one.other >= 0.08
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_backward_of_several_handles_ends_for_all_before_the_first_of_them_waits(tmp_path: Any, together: bool) -> None:
+    """What the second one waits while the first settles is exposed: it was shown as backward."""
+
+    def worker(transport: Any) -> None:
+        models = [Layers(2, 0.0), Layers(2, 0.0)]
+        first = stretto.attach(models[0], transport=transport)
+        second = stretto.attach(models[1], transport=transport, beside=[first] if together else [])
+        told: list[str] = []
+        second.observe(SimpleNamespace(backward_ended=lambda number: told.append("ended")))
+        with first.trace(tmp_path / "first"), second.trace(tmp_path / "second"):
+            for _ in range(2):
+                models[1](models[0](torch.ones(2, 8))).sum().backward()
+        assert told == ["ended"] * 2
+
+    run_ranks(worker, 2)
+    for first, second in zip(read_trace(tmp_path / "first"), read_trace(tmp_path / "second"), strict=True):
+        for one, other in zip(first.passes, second.passes, strict=True):
+            assert one.backward_began < other.backward_ended < one.settled < other.settled
+
+
 def assert_adds_up(mine: Breakdown) -> None:
     parts = mine.forward + mine.backward + mine.exposed + mine.optimizer + mine.other
     assert parts == pytest.approx(mine.step, rel=1e-6)

@@ -106,6 +106,7 @@ class Events:
         self.rank = rank
         for event in EVENTS:
             setattr(self, event, [])
+        self._ended = 0
 
     def add(self, observer: object) -> None:
         """Call the observer's methods from the next event on.
@@ -128,6 +129,12 @@ class Events:
         for event in EVENTS:
             subscriptions = getattr(self, event)
             subscriptions[:] = [one for one in subscriptions if one[0] is not observer]
+
+    def end_backward(self, pass_number: int) -> None:
+        """Tell once a pass that backward has run: before the first handle waits, where several are in one backward."""
+        if self._ended != pass_number:
+            self._ended = pass_number
+            self.emit(self.backward_ended, pass_number)
 
     def emit(self, subscriptions: Sequence[Subscription], *values: object) -> None:
         """Call each; an observer that raises is dropped."""

@@ -142,6 +142,8 @@ class Family:
     def settle(self) -> None:
         """The outermost backward has ended. Collective. If one fails here, the later ones give up."""
         running = self._reached()
+        for member in running[1:]:
+            member.queue.events.end_backward(member.queue.pass_number)
         try:
             for place, member in enumerate(running):
                 try:

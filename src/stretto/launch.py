@@ -187,7 +187,7 @@ class LaunchQueue:
         """
         self.says, self.peers.seat.ended = says, self.pass_number
         if self.events.backward_ended:
-            self.events.emit(self.events.backward_ended, self.pass_number)
+            self.events.end_backward(self.pass_number)
         for bucket in self.buckets[self.launched :]:
             if self.presence.active and self._skip(bucket):
                 continue

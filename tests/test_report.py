@@ -570,6 +570,29 @@ def test_a_wait_amid_backward_is_exposed_and_no_backward() -> None:
     assert PassRecord.from_dict(older) == record()
 
 
+def test_an_optimizer_that_steps_while_buckets_are_waited_for_counts_as_one() -> None:
+    """As those of ``_apply_optimizer_in_backward``, in a comm hook: they counted as exposed too, so that parts of a
+    step were more than the whole, and as launching, against which larger buckets were advised."""
+    one = record(optimizer=(Span(0, 5 * MS), Span(95 * MS, 98 * MS)))
+    assert one.stepping == pytest.approx(0.008)
+    assert one.exposed == pytest.approx(record().exposed - 0.003)
+    assert one.other == pytest.approx(record().other)
+    begin = record().launches[0].begin
+    launches = (replace(record().launches[0], handed_over=begin + 4 * MS), *record().launches[1:])
+    amid = record(launches=launches, optimizer=(Span(0, 5 * MS), Span(begin + MS, begin + 4 * MS)))
+    assert (amid.launching, amid.exposed) == pytest.approx((record().launching, record().exposed))
+    assert amid.backward == pytest.approx(record().backward - 0.003)
+    for each in (one, amid):
+        parts = each.forward + each.backward + each.exposed + each.stepping + each.other
+        assert parts == pytest.approx(each.step)
+        drawn = {kind: 0.0 for kind in ("optimizer", "launching", "waiting", "backward")}
+        for activity in activities_of(each):
+            drawn[activity.kind] = drawn.get(activity.kind, 0.0) + (activity.end - activity.begin) * NANO
+        assert drawn["optimizer"] == pytest.approx(each.stepping)
+        assert drawn["launching"] + drawn["waiting"] == pytest.approx(each.exposed)
+        assert drawn["backward"] == pytest.approx(each.backward)
+
+
 def beside_a_late_rank_that_uses_other_layers(rank: int) -> Report:
     layers = torch.nn.ModuleList([torch.nn.Linear(32, 32, bias=False) for _ in range(4)])
     sync = stretto.attach(layers, bucket_cap_mb=1e-6, transport="process_group")

@@ -11,12 +11,13 @@ time. The part of a bucket's way that coincides with backward is hidden.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal
 
 from .plan import BucketPlan
-from .record import Computing, Launch, PassRecord, Span
+from .record import Computing, Launch, PassRecord, Span, merged
 
 Kind = Literal["optimizer", "other", "forward", "backward", "launching", "waiting"]
 OTHERS = "other ranks"
@@ -67,8 +68,10 @@ def activities_of(record: PassRecord) -> tuple[Activity, ...]:
     known = [Activity("forward", one.begin, one.end) for one in record.forwards]
     known += [Activity("optimizer", one.begin, one.end) for one in record.optimizer]
     known += [Activity("backward", one.begin, one.end) for one in record.unsynchronized]
-    known += [Activity("launching", one.begin, one.handed_over, f"bucket {one.bucket}") for one in record.launches]
-    known += [Activity("waiting", one.begin, one.end, OTHERS) for one in record.waits]
+    steps = merged(record.optimizer)
+    stops = [Activity("launching", one.begin, one.handed_over, f"bucket {one.bucket}") for one in record.launches]
+    stops += [Activity("waiting", one.begin, one.end, OTHERS) for one in record.waits]
+    known += [part for one in stops for part in _with_steps(one, steps)]
     activities: list[Activity] = []
     at = record.began
     for one in sorted(known, key=lambda activity: activity.begin):
@@ -81,9 +84,21 @@ def activities_of(record: PassRecord) -> tuple[Activity, ...]:
     at = max(at, record.backward_ended)
     for launch in sorted(record.launches, key=lambda launch: launch.seen):
         if launch.seen > at:
-            activities.append(Activity("waiting", at, min(launch.seen, record.settled), f"bucket {launch.bucket}"))
-            at = activities[-1].end
-    return (*activities, Activity("waiting", at, max(at, record.settled)))
+            wait = Activity("waiting", at, min(launch.seen, record.settled), f"bucket {launch.bucket}")
+            activities += _with_steps(wait, steps)
+            at = wait.end
+    return (*activities, *_with_steps(Activity("waiting", at, max(at, record.settled)), steps))
+
+
+def _with_steps(stop: Activity, steps: Sequence[Span]) -> list[Activity]:
+    """A stop with the optimizers that step in it, as where a comm hook runs them."""
+    parts, at = [], stop.begin
+    for step in steps:
+        begin, end = max(step.begin, at), min(step.end, stop.end)
+        if begin < end:
+            parts += [replace(stop, begin=at, end=begin)] * (at < begin) + [Activity("optimizer", begin, end)]
+            at = end
+    return [*parts, replace(stop, begin=at)]
 
 
 def _between(record: PassRecord, begin: int, end: int) -> list[Activity]:

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from .activities import Kind, Transfer
-from .record import NANO, stops_of
+from .record import Span, covered, stops_of
 from .report import ms
 from .timeline import RankPass, Timeline
 from .wording import counted, format_bytes
@@ -69,7 +69,7 @@ def captions(one: RankPass) -> list[tuple[int, int, str, Kind]]:
         *((span.begin, span.end, "forward", "forward") for span in record.forwards),
         *((span.begin, span.end, "optimizer", "optimizer") for span in record.optimizer),
         (record.backward_began, ended, "backward", "backward"),
-        (ended, settled, f"waiting {ms((settled - ended) * NANO)}", "waiting"),
+        (ended, settled, f"waiting {ms(covered([Span(ended, settled)], but=record.optimizer))}", "waiting"),
     ]
 
 

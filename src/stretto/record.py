@@ -20,7 +20,7 @@ Report, pictures and summary all take hidden time from :class:`Computing`.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -111,12 +111,12 @@ class PassRecord:
     @property
     def launching(self) -> float:
         """Seconds of backward that went into handing buckets over."""
-        return sum(one.end - one.begin for one in launching_of(self)) * NANO
+        return covered(launching_of(self), but=self.optimizer)
 
     @property
     def exposed(self) -> float:
-        """Seconds in which this rank did nothing but communicate."""
-        return covered(stops_of(self)) + (self.settled - self.backward_ended) * NANO
+        """Seconds in which this rank did nothing but communicate: no optimizer stepped either, as it may within."""
+        return covered((*stops_of(self), Span(self.backward_ended, self.settled)), but=self.optimizer)
 
     @property
     def came(self) -> int:
@@ -151,8 +151,7 @@ class PassRecord:
         began = self.backward_began
         between = [one for one in (*self.forwards, *self.optimizer) if one.begin >= began]
         # What came under no_sync() from the same forward, as with retain_graph, lies behind that forward too.
-        computed = covered((Span(began, self.backward_ended), *self.unsynchronized))
-        return max(0.0, computed - covered(between) - covered(stops_of(self)))
+        return covered((Span(began, self.backward_ended), *self.unsynchronized), but=(*between, *stops_of(self)))
 
     @property
     def stepping(self) -> float:
@@ -288,6 +287,10 @@ def merged(spans: Iterable[Span]) -> list[Span]:
     return apart
 
 
-def covered(spans: Iterable[Span]) -> float:
-    """Seconds that at least one of them covers."""
-    return sum(one.end - one.begin for one in merged(spans)) * NANO
+def covered(spans: Iterable[Span], but: Sequence[Span] = ()) -> float:
+    """Seconds that at least one of them covers, and none of ``but``."""
+    return (_length((*spans, *but)) - _length(but)) * NANO
+
+
+def _length(spans: Iterable[Span]) -> int:
+    return sum(one.end - one.begin for one in merged(spans))

@@ -652,6 +652,11 @@ def test_a_sketch_of_many_buckets_and_of_nothing() -> None:
     lines = sketch(timeline_of([a_trace(passes=[a_record(names=names)])])).splitlines()
     assert len(lines) == 1 + 10 + 1 + 1 and lines[1].startswith("0 .. 2 ") and lines[10].startswith("27 .. 29 ")
     assert all(len(line) <= 72 for line in lines[:-1])
+    many = sketch(
+        timeline_of([a_trace(passes=[a_record(names=[f"p{number}" for number in range(1300)])])])
+    ).splitlines()
+    assert many[12].startswith("1199 .. 1299 ") and all(len(line) <= 72 for line in many[:-1])
+    assert {line.index("#") for line in many[6:-1]} == {len(many[0])}, "a long name moves no bar to the right"
     assert sketch(timeline_of([])) == "no pass was recorded"
     assert sketch(empty_ones()[1]).splitlines()[-2:] == [
         "rank 1: none of these passes was recorded",

@@ -10,14 +10,14 @@ rank 1    =======================================##
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from .record import PassRecord, Span, merged
+from .record import Launch, PassRecord, Span, merged
 from .timeline import RankPass, RankTimeline, Timeline
 
 LEFT = 10
-"""Columns for the names of rows."""
+"""Columns for the names of rows, unless one needs more."""
 MOST_ROWS = 12
 """With more buckets, a row stands for several neighbours."""
 
@@ -43,7 +43,8 @@ def sketch(timeline: Timeline, width: int = 72, passes: Collection[int] | None =
         return "\n".join([shown.headline(), *shown.notes()])
     main = max(drawn, key=lambda rank: (rank.passes[0].record.exposed, -rank.rank))
     begin = min(rank.passes[0].record.backward_began for rank in drawn)
-    scale = _Scale(begin, shown.end, max(10, width - LEFT))
+    named = [*_rows(main.passes[0]), *(f"rank {rank.rank}" for rank in drawn)]
+    scale = _Scale(begin, shown.end, width, max(LEFT, 1 + max(map(len, named))))
     others = [_other(rank, scale) for rank in drawn if rank is not main]
     which = f"rank {main.rank}, " * (shown.world_size > 1) + f"pass {main.passes[0].record.number}"
     lines = [*_rank(main.passes[0], scale), *others, f"{replace(shown, ranks=(main,)).headline()} ({which})"]
@@ -51,10 +52,11 @@ def sketch(timeline: Timeline, width: int = 72, passes: Collection[int] | None =
 
 
 class _Scale:
-    def __init__(self, begin: int, end: int, columns: int) -> None:
+    def __init__(self, begin: int, end: int, width: int, left: int) -> None:
         self._begin = begin
-        self._columns = columns
-        self._per_time = columns / max(1, end - begin)
+        self._left = left
+        self._columns = max(10, width - left)
+        self._per_time = self._columns / max(1, end - begin)
 
     def line(self, name: str, *marks: tuple[str, int, int]) -> str:
         """Later marks are drawn over earlier ones. Whatever is there has a column at least."""
@@ -63,7 +65,7 @@ class _Scale:
             first, last = (self._column(at) for at in (begin, end))
             row += " " * (max(first + 1, last) - len(row))
             row[first : max(first + 1, last)] = mark * max(1, last - first)
-        return f"{name:{LEFT - 1}} {''.join(row)}"
+        return f"{name:{self._left - 1}} {''.join(row)}"
 
     def _column(self, at: int) -> int:
         """Never outside: of a damaged trace times can lie anywhere, and a line would be as long."""
@@ -73,12 +75,17 @@ class _Scale:
 def _rank(one: RankPass, scale: _Scale) -> list[str]:
     record = one.record
     lines = [scale.line("backward", *_computing(record))]
-    together = -(-len(one.transfers) // MOST_ROWS)
-    for first in range(0, len(one.transfers), max(1, together)):
-        few = [transfer.launch for transfer in one.transfers[first : first + together]]
-        name = f"bucket {few[0].bucket}" if len(few) == 1 else f"{few[0].bucket} .. {few[-1].bucket}"
+    for name, few in _rows(one).items():
         lines.append(scale.line(name, *_way(Span(min(o.begin for o in few), max(o.end for o in few)), record)))
     return [*lines, scale.line("exposed", *_waiting(record))]
+
+
+def _rows(one: RankPass) -> dict[str, Sequence[Launch]]:
+    """Buckets by the name of their row."""
+    launches = one.record.launches
+    together = max(1, -(-len(launches) // MOST_ROWS))
+    rows = [launches[first : first + together] for first in range(0, len(launches), together)]
+    return {f"bucket {few[0].bucket}" if len(few) == 1 else f"{few[0].bucket} .. {few[-1].bucket}": few for few in rows}
 
 
 def _computing(record: PassRecord) -> list[tuple[str, int, int]]:

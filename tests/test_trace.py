@@ -343,6 +343,8 @@ SPOILT = {  # how: what is told, whose traces are left, and how many passes of r
     "no number": (NO_PART % 4, [0, 1], 2),
     "no such bucket": (NO_PART % 4, [0, 1], 2),
     "no plan": (NO_PART % 2, [0, 1], 3),
+    "deep amid": (NO_PART % 4, [0, 1], 2),
+    "deep": (NO_PART % 1, [1], 0),
     "much": ("{folder}/rank0.jsonl: lines 7, 8, 9 and 2 more are not part of a trace: left out", [0, 1], 3),
     "a later version": (
         "{folder}/rank0.jsonl: written in version 9 of the format, this is version 1: left out",
@@ -380,6 +382,8 @@ def spoil(folder: Path, how: str) -> None:
         "no number": "".join([*lines[:3], lines[3].replace('"began":', '"began":0.5,"x":'), *lines[4:]]),
         "no such bucket": "".join([*lines[:3], lines[3].replace('"bucket":0', '"bucket":99'), *lines[4:]]),
         "no plan": "".join([lines[0], lines[1].replace('"parameters"', '"x"'), *lines[2:]]),
+        "deep amid": "".join([*lines[:3], '{"pass":' + "[" * 100_000 + "\n", *lines[4:]]),
+        "deep": "[" * 100_000 + "\n" + "".join(lines[1:]),
         "much": text + 5 * "x\n",
         "a later version": text.replace('"stretto_trace":1', '"stretto_trace":9'),
         "another run": re.sub('"run":"[0-9a-f]{16}"', '"run":"x"', text),

@@ -41,6 +41,8 @@ _MOST_RANKS = 2**20
 """More than there were ever: a header that speaks of so many is damaged, and each of them would be named as missing."""
 _SHOWN = 3
 """So many lines that are no part of a trace are named."""
+_NOT_OURS = (KeyError, TypeError, ValueError, AttributeError, RecursionError)
+"""What a line raises that is no part of a trace: the last, where it is nested very deep."""
 log = logging.getLogger("stretto")
 
 
@@ -225,7 +227,7 @@ class _File:
             trace = RankTrace(**header, clock=clock, devices=devices)
             if not _is_sound(trace):
                 raise TypeError(header)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except _NOT_OURS as error:
             version = _version(line)
             if version == VERSION or version is None:
                 what = "line 1 is not part of a trace" if line.strip() else "is empty"
@@ -249,7 +251,7 @@ class _File:
                 if type(end) is not str:
                     raise TypeError(end)
                 self._end = end
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except _NOT_OURS:
             self._bad.append(number)
 
     def _records(self) -> tuple[PassRecord, ...]:
@@ -261,7 +263,7 @@ class _File:
                 if not self._fits(record):
                     raise ValueError(record.plan)
                 records.append(record)
-            except (KeyError, TypeError, ValueError, AttributeError):
+            except _NOT_OURS:
                 self._bad.append(number)
         return tuple(records)
 
@@ -297,5 +299,5 @@ def _version(line: bytes) -> Any:
     """Of the format, whatever else the header says."""
     try:
         return json.loads(line)["stretto_trace"]
-    except (KeyError, TypeError, ValueError):
+    except _NOT_OURS:
         return None

@@ -363,6 +363,19 @@ def test_names_are_text_in_a_picture(tmp_path: Path) -> None:
     assert "closed by $x_1$ \\frac{@TIMELINE@" in words_in(tmp_path / "x.svg")
 
 
+def test_characters_that_files_cannot_hold_are_escaped(tmp_path: Path) -> None:
+    """Colours of a terminal in the text of an exception, half a character in a name, letters that the font lacks."""
+    end = "RuntimeError: \x1b[31mno file\x1b[0m \udcff"
+    shown = timeline_of([a_trace(end=end, passes=[a_record(names=("a\x1b\udcff", "\u5c42", "b"))])])
+    for kind in ("png", "svg"):
+        save_picture(shown, tmp_path / f"x.{kind}")
+    words = words_in(tmp_path / "x.svg")
+    assert "closed by a\\x1b\\udcff" in words and "closed by \u5c42" in words
+    assert "rank 0: ended with RuntimeError: \\x1b[31mno file\\x1b[0m \\udcff" in words
+    (tmp_path / "x.html").write_text(to_html(shown), encoding="utf-8")
+    assert "\x1b" not in sketch(shown)
+
+
 def widths_in(path: Path) -> dict[str, float]:
     """Of all boxes of a colour, added up. What is filled with one colour is one path of many boxes."""
     widths: dict[str, float] = defaultdict(float)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import textwrap
+import warnings
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from itertools import groupby
@@ -21,6 +22,7 @@ from .errors import StrettoError
 from .looks import COLOURS, LEGEND, WAITS_FOR_ITS_TURN, about, captions, colour_of, parts_of, rows_of
 from .record import NANO, Launch
 from .timeline import RankPass, RankTimeline, Timeline
+from .wording import one_line
 
 FULL = "#8a8a8a"
 WIDTH = 11.0
@@ -65,7 +67,11 @@ def save_picture(timeline: Timeline, path: str | os.PathLike[str], passes: Colle
         figure = _draw(figures, timeline.only(passes))
         written = {"Date": None} if kind == ".svg" else {"Software": None}
         try:
-            figure.savefig(path, format=kind[1:], dpi=100, metadata=written)
+            with warnings.catch_warnings():
+                warnings.filterwarnings(
+                    "ignore", "Glyph .* missing from font"
+                )  # a box stands there, or in SVG the text
+                figure.savefig(path, format=kind[1:], dpi=100, metadata=written)
         except OSError as error:
             raise PictureError(f"the picture cannot be written: {error}") from error
 
@@ -188,7 +194,7 @@ def _name(axes: Any, launch: Launch, middle: float, free: float, *, alone: bool)
     """
     if not launch.closed_by:
         return
-    text = "closed by " + shortened(launch.closed_by, 34)
+    text = "closed by " + shortened(one_line(launch.closed_by), 34)
     right = axes.get_xlim()[1]
     after = alone and _ms(launch.end) < 0.7 * right
     begin = launch.begin if launch.full is None else min(launch.full, launch.begin)  # the dotted line is before it

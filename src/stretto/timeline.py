@@ -18,6 +18,7 @@ from .plan import BucketPlan
 from .record import NANO, PassRecord, percent_hidden
 from .report import UNTOLD, host_times, ms, share
 from .trace import RankTrace
+from .wording import one_line
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ class Timeline:
             if rank.end is None:
                 said.append(f"rank {rank.rank}: its trace was cut off, the process may have been killed")
             elif rank.end != "closed":
-                said.append(f"rank {rank.rank}: ended with {' '.join(rank.end.split())}")
+                said.append(f"rank {rank.rank}: ended with {one_line(rank.end)}")
             if rank.uncertainty is None:
                 said.append(
                     f"rank {rank.rank}: its clock is not known, so its passes are drawn to settle with rank 0's"

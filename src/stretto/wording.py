@@ -42,6 +42,12 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} GB"
 
 
+def one_line(text: str) -> str:
+    """In one line, with escapes for what terminals obey and what files of text or XML cannot hold."""
+    words = " ".join(text.split())
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in words)
+
+
 def columns(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
     """Columns of text, the first row their heads.
 

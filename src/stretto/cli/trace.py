@@ -17,6 +17,7 @@ from ..sketch import sketch
 from ..terminal import progress
 from ..timeline import Timeline, timeline_of
 from ..trace import RankTrace, TraceError, files_of, read_trace
+from ..wording import one_line
 from .console import BAD_INPUT, FINE, WRONG, AsJson, CommandError, check_writable, note, say, say_json, write
 
 WIDTH = 100
@@ -129,7 +130,7 @@ def _how_it_ended(traces: Sequence[RankTrace]) -> tuple[list[str], bool]:
                 f"rank {one.rank}: its trace is cut off {last} (killed, still running, or not copied completely)"
             )
         elif one.end != "closed":
-            notes.append(f"rank {one.rank}: its trace ends {last} with {' '.join(one.end.split())}")
+            notes.append(f"rank {one.rank}: its trace ends {last} with {one_line(one.end)}")
     return notes, any(one.end is None for one in traces)
 
 

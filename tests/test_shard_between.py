@@ -688,6 +688,20 @@ def test_what_is_under_way_is_waited_for_when_the_compiler_begins_though_the_opt
     assert found == [(found[0][0], found[0][0], told)] * 2
 
 
+def compiled_in_place(rank: int) -> tuple[float, float]:
+    """The compiler passes over the layers of torch below, and listens to all that these call."""
+    model, x = fit(rank), torch.ones(2, 8)
+    model.compile(backend="eager")
+    return model(x).sum().item(), model(x).sum().item()
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_what_is_under_way_is_waited_for_below_a_model_that_is_compiled_in_place() -> None:
+    found = spawn_ranks(compiled_in_place, 2)
+    assert found == [(found[0][0], found[0][0])] * 2
+
+
 def test_what_does_not_come_is_waited_for_once() -> None:
     """Neither each fork nor each look waits again, which may take seconds."""
     waited = []

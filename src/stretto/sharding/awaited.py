@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ..engine import left_uncompiled
 from ..errors import StrettoError
 from ..listeners import before_forks
 from .compiled import CompilerWatch
@@ -141,6 +142,7 @@ def _plain(parameter: torch.nn.Parameter) -> type[torch.nn.Parameter]:
 def _awaited(kind: type[torch.nn.Parameter]) -> type[torch.nn.Parameter]:
     """The class that a parameter of this class has until its values arrive."""
 
+    @left_uncompiled  # below a model that is compiled in place, layers of torch are passed over, and this was not
     def __torch_function__(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         found = {*_arrivals_in((*args, *kwargs.values()))} if func not in _harmless() else ()
@@ -151,6 +153,7 @@ def _awaited(kind: type[torch.nn.Parameter]) -> type[torch.nn.Parameter]:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
+    @left_uncompiled
     def __deepcopy__(self: torch.nn.Parameter, memo: dict[int, Any]) -> Any:
         if (arrival := self.__dict__.get(_KEY)) is not None:
             arrival.finish()  # first: torch asks for the class, then for the values

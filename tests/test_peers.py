@@ -62,7 +62,8 @@ else:  # rank 0 has the server, as without torchrun
         os.rename(port + "~", port)
 # To start takes longer on a busy machine than what then waits in vain may.
 dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=100))
-dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=patience))
+change = dist.set_timeout if hasattr(dist, "set_timeout") else dist.distributed_c10d._set_pg_timeout  # before 2.14
+change(datetime.timedelta(seconds=patience))
 
 
 class Fails(torch.autograd.Function):

@@ -80,6 +80,26 @@ def load_plain(rank: int, name: str, folder: str) -> None:
     goes_on_alike(rank, name, folder, model, optimizer)
 
 
+def save_with_torch(rank: int, name: str, folder: str, options: dict[str, Any]) -> None:
+    """As programs do that were written for a plain optimizer."""
+    model, optimizer = sharded_net(name, **options)
+    train(model, optimizer, rank, TRAINED)
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=f"{folder}/checkpoint")
+    whole = model.state_dict(), optimizer.state_dict()
+    if rank == 0:
+        torch.save(whole, f"{folder}/whole")
+
+
+def load_with_torch(rank: int, name: str, folder: str, options: dict[str, Any]) -> None:
+    """Before the first step: torch takes one with no learning rate, to have something to load into."""
+    model, optimizer = sharded_net(name, **options)
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=f"{folder}/checkpoint")
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    goes_on_alike(rank, name, folder, model, optimizer)
+
+
 def goes_on_alike(rank: int, name: str, folder: str, model: Net, optimizer: torch.optim.Optimizer) -> None:
     weights, whole = torch.load(f"{folder}/whole")
     plain, reference = plain_net(name)
@@ -162,6 +182,17 @@ def test_a_process_group_writes_and_plain_ranks_read(tmp_path: Path) -> None:
     folder = str(tmp_path)
     spawn_ranks(save_by_messages, 3, "Adam", folder)
     spawn_ranks(load_plain, 2, "Adam", folder)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("keep_grads", [True, False], ids=["keep_grads", "shares"])
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
+def test_torchs_own_functions_write_and_read(name: str, keep_grads: bool, tmp_path: Path) -> None:
+    """What a rank but the first read was lost, as was all of it before the first step."""
+    folder, options = str(tmp_path), {"keep_grads": keep_grads}
+    spawn_ranks(save_with_torch, 2, name, folder, options)
+    spawn_ranks(load_with_torch, 3, name, folder, options)
+    alone(load_plain, name, folder)
 
 
 def save_by_messages(rank: int, name: str, folder: str) -> None:
@@ -336,14 +367,37 @@ def test_a_rank_that_cannot_write_or_read_its_share_is_told_of(
     assert "rank 1, pass 2, waiting: MemoryError: no room\n" in run(worker, 2)[0]
 
 
-def test_each_rank_must_be_given_the_whole_state() -> None:
-    """As torch.distributed.checkpoint would do, were it handed the optimizer itself."""
+@pytest.mark.parametrize("run", [run_ranks, shared], ids=["apart", "shared"])
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor", "momentum"])
+def test_what_state_dict_gave_each_rank_is_loaded_again(run: Any, name: str) -> None:
+    """It gives the whole to rank 0 alone."""
 
+    def worker(transport: Any) -> None:
+        model, sync = attached(transport)
+        optimizer = stretto.shard(OPTIMIZERS[name](model.parameters()), sync)
+        train(model, optimizer, transport.rank, TRAINED)
+        weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+        train(model, optimizer, transport.rank, MORE)
+        expected = copy.deepcopy(model)
+        sync.check()  # all have copied
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        found = optimizer.state_dict()
+        assert_same_state(found, state)
+        train(model, optimizer, transport.rank, MORE)
+        assert_same(model, expected)
+
+    run(worker, 3)
+
+
+def test_ranks_must_not_be_given_states_of_other_parameters() -> None:
     def worker(transport: Any) -> str:
         model, sync = attached(transport)
         optimizer = stretto.shard(OPTIMIZERS["AdamW"](model.parameters()), sync)
         train(model, optimizer, transport.rank, range(1))
         state = optimizer.state_dict()
+        if transport.rank == 1:
+            state["state"][0] = {"step": torch.tensor(1.0)}
         with pytest.raises(stretto.SetupError) as caught:
             optimizer.load_state_dict(state)
         train(model, optimizer, transport.rank, range(1, 2))
@@ -353,9 +407,9 @@ def test_each_rank_must_be_given_the_whole_state() -> None:
 
     for rank, text in enumerate(shared(worker, 2)):
         assert text == (
-            f"rank {rank}, pass 1: rank 1 was given the state of 0 parameters to load, rank 0 that of 11.\n"
-            "Give each rank the whole state that rank 0's state_dict() returned; with torch.distributed.checkpoint, "
-            "use stateful()."
+            f"rank {rank}, pass 1: rank 1 was given the state of 1 parameter to load, rank 0 that of 11.\n"
+            "Give each rank the whole state that rank 0's state_dict() returned, or rank 0 alone; with "
+            "torch.distributed.checkpoint, use stateful()."
         )
 
 

@@ -23,9 +23,10 @@ log = logging.getLogger("stretto")
 class Elsewhere(defaultdict[torch.Tensor, Any]):
     """Replaces the state by parameter: is empty, and refuses changes, which would not reach the shares.
 
-    As a boolean it is True, otherwise torch.distributed.checkpoint would take a step to have a state to load into. Keys
-    that are not parameters of the optimizer, such as one that has been replaced, may be taken out. A loop over it gives
-    one warning, and no error: frameworks loop over it to move a state to a device.
+    As a boolean it says whether there has been a step or a load: before, torch.distributed.checkpoint takes a step with
+    no learning rate, as with a plain optimizer, to have a state to load into. Keys that are not parameters of the
+    optimizer, such as one that has been replaced, may be taken out. A loop over it gives one warning, and no error:
+    frameworks loop over it to move a state to a device.
 
     Args:
         optimizer: has the parameters.
@@ -70,7 +71,7 @@ class Elsewhere(defaultdict[torch.Tensor, Any]):
         return super().items()
 
     def __bool__(self) -> bool:
-        return True
+        return self._shares.has_begun
 
     @property
     def has_shares(self) -> bool:

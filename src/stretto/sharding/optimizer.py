@@ -240,7 +240,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
             self.original.state.clear()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a whole state, of a plain optimizer or from rank 0's ``state_dict()``. Collective.
+        """Load a whole state, of a plain optimizer or from ``state_dict()``, on all ranks or on rank 0. Collective.
 
         Raises:
             SetupError: a rank was given a state that torch refuses to load, with which no step could run (another
@@ -258,7 +258,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
             raise
 
     def _load_original(self, state_dict: dict[str, Any], rank: int = 0) -> None:
-        if state_dict.get(_GROUPS_ALONE, 0) not in (0, rank):  # of this rank's own, ranks complain when they compare
+        if state_dict.get(_GROUPS_ALONE, 0) not in (0, rank):  # this rank's own is fine: rank 0 has the state
             raise SetupError(
                 f"this is what rank {state_dict[_GROUPS_ALONE]} got from state_dict(), only the groups. "
                 "Save what rank 0 gets; all ranks call state_dict()"

@@ -28,7 +28,7 @@ from .meetings import ALIKE, Meetings, Met
 from .members import all_reduced, refuse_duplicates, refuse_unreduced, wanted_by_any
 from .memory import describe_shares, footprint_of
 from .spread import Spread
-from .state import Kept, State, refuse_unlike
+from .state import Kept, State, handed_on, refuse_unlike
 from .strays import mark_of, refuse_strays
 from .succession import Succession
 from .trial import misfit
@@ -67,6 +67,8 @@ class Shares:
         self._number, self._has_moved = len(self.peers.seat.steps), False
         """Place of its count of steps; whether groups were followed since the last step."""
         self.peers.seat.steps.append(0)
+        self.has_begun = False
+        """Whether there may be a state: the same on all ranks, also where one has no share of it."""
         self._has_told = False
         """Of parameters in memory shared with other processes."""
         self.withholding.follow()
@@ -167,6 +169,7 @@ class Shares:
             elif is_ours_alone:  # nothing was written or sent, and the others wait for it
                 self.meetings.fail(error)
             raise
+        self.has_begun = True
         self._has_moved |= has_moved
         if self._has_moved and not turn:  # not earlier: the present gradients are in this pass's shares
             self._has_moved = False
@@ -257,15 +260,21 @@ class Shares:
             self._spread.finish()
             self._division.take(kept)
             self._groups.departed.clear()  # what is kept is all there is
+            self.has_begun = True
             self.writings.forget()  # weights that belong to a state are copied in on all ranks
 
     @torch.inference_mode(False)
     def load(self, states: Mapping[torch.Tensor, State], problem: Exception | None = None) -> None:
-        """Take this rank's part of whole states, by parameter, or say why this rank could load none. Collective."""
-        places = [place for place, one in enumerate(self._groups.parameters) if one in states]
-        refuse_unlike(places, problem, self.peers)
+        """Take this rank's part of whole states, by parameter, or say why this rank could load none. Collective.
+
+        If only rank 0 has any, the others get them from it.
+        """
+        only_rank_0_has_them = refuse_unlike(self._places(states), problem, self.peers)
         self._catch_up(ask=True)
-        refuse_unlike(places, misfit(self._division, states), self.peers)
+        if only_rank_0_has_them:
+            with self.peers.in_call():
+                states = handed_on(states, self._groups.parameters, self._reducer.queue)
+        refuse_unlike(self._places(states), misfit(self._division, states), self.peers)
         with self.peers.in_call():
             self._spread.finish()
             try:
@@ -279,7 +288,11 @@ class Shares:
                 raise problem
         if problem is not None:  # on all ranks, and what they step with is as it was
             raise problem
+        self.has_begun = bool(states)
         self.writings.forget()  # as in take()
+
+    def _places(self, states: Mapping[torch.Tensor, State]) -> list[int]:
+        return [place for place, one in enumerate(self._groups.parameters) if one in states]
 
     def describe(self) -> str:
         """What is done with them, in plain words."""

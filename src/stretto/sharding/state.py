@@ -10,7 +10,7 @@ import torch
 from ..errors import SetupError
 from ..launch import LaunchQueue
 from ..peers import Peers
-from ..specs import ParameterSpec
+from ..specs import ParameterSpec, describe_parameters
 from ..wording import counted
 
 State = dict[str, Any]
@@ -82,13 +82,40 @@ def whole_states(
         yield index, flats, rest
 
 
-def refuse_unlike(places: Sequence[int], problem: Exception | None, peers: Peers) -> None:
+def handed_on(
+    states: Mapping[torch.Tensor, State], parameters: Sequence[torch.Tensor], queue: LaunchQueue
+) -> dict[torch.Tensor, State]:
+    """The whole states that rank 0 has, by parameter, on every rank. Collective.
+
+    Args:
+        states: rank 0's; none on other ranks.
+        parameters: in the same order on all ranks.
+        queue: its transport carries what has the shape of a parameter, one message a parameter.
+    """
+    specs = describe_parameters({str(place): one for place, one in enumerate(parameters)})
+    held = dict[int, list[Held]]()
+    for place, (one, spec) in enumerate(zip(parameters, specs, strict=True)):
+        if one in states:
+            state = flat_state(states[one], spec, ())
+            flat = {key: value for key, value in state.items() if value is not states[one][key]}
+            rest = {key: value for key, value in state.items() if key not in flat}
+            held[place] = [Held(0, spec.numel, flat, rest)]
+    return {
+        parameters[place]: rest | {key: shaped(flat, specs[place]) for key, flat in flats.items()}
+        for place, flats, rest in whole_states(held, specs, queue, lambda place: place)
+    }
+
+
+def refuse_unlike(places: Sequence[int], problem: Exception | None, peers: Peers) -> bool:
     """Compare whole states that ranks were given to load. Collective.
 
     Args:
         places: the parameters with a state here, by place in the groups.
         problem: why nothing can be loaded on this rank.
         peers: the other ranks.
+
+    Returns:
+        Whether rank 0 alone was given any, as ``state_dict()`` gives it.
 
     Raises:
         SetupError: a rank cannot load, or has the state of other parameters than rank 0. On all ranks.
@@ -103,13 +130,16 @@ def refuse_unlike(places: Sequence[int], problem: Exception | None, peers: Peers
                 "on rank 0."
             ) from problem
     first = told[0][1]
+    if first and len(told) > 1 and not any(theirs for _, theirs in told[1:]):
+        return True
     for rank, (_, theirs) in enumerate(told):
         if theirs != first:
             raise SetupError(
                 f"{peers.where}: rank {rank} was given the state of {counted(len(theirs), 'parameters')} to load, rank "
-                f"0 that of {len(first)}.\nGive each rank the whole state that rank 0's state_dict() returned; with "
-                "torch.distributed.checkpoint, use stateful()."
+                f"0 that of {len(first)}.\nGive each rank the whole state that rank 0's state_dict() returned, or rank "
+                "0 alone; with torch.distributed.checkpoint, use stateful()."
             )
+    return False
 
 
 def by_element(value: Any, numel: int) -> bool:

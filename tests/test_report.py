@@ -32,10 +32,11 @@ from stretto.advice import advise
 from stretto.analysis import breakdown_of, buckets_of, reports_from, seen_in, side_by_side, tied_names
 from stretto.awaited_keys import AwaitedKeys
 from stretto.clocks import NOBODY, Clock, ClockTalk, identity
+from stretto.flights import Flight
 from stretto.line import Line
 from stretto.plan import BucketPlan, plan_buckets
 from stretto.record import NANO, Launch, PassRecord, Span, covered, percent_hidden
-from stretto.recorder import Flight, Recorder
+from stretto.recorder import Recorder
 from stretto.report import Breakdown, BucketReport, RankReport, Report, ms, share
 from stretto.specs import describe_parameters
 from stretto.testing import DelayTransport, run_ranks, spawn_ranks
@@ -1205,7 +1206,7 @@ def plan_of_one() -> BucketPlan:
 LEAVES_WITH_A_BUCKET_UNDER_WAY = """
 import atexit, threading, time, types
 import torch
-from stretto.recorder import Flight
+from stretto.flights import Flight
 
 future = torch.futures.Future()
 flight = Flight(0)
@@ -1228,14 +1229,14 @@ def test_the_end_of_the_program_sees_what_was_given_up_end() -> None:
 LEAVES_WITH_MANY_THAT_NEVER_END = """
 import atexit, time, types
 import torch
-from stretto import recorder
+from stretto import flights
 
-recorder.EXIT_SECONDS = 0.4
+flights.EXIT_SECONDS = 0.4
 began = []
 atexit.register(lambda: print(f"{time.monotonic() - began[0]:.1f}"))
-flights = [recorder.Flight(0) for _ in range(20)]
-futures = [torch.futures.Future() for _ in flights]
-for flight, future in zip(flights, futures):
+begun = [flights.Flight(0) for _ in range(20)]
+futures = [torch.futures.Future() for _ in begun]
+for flight, future in zip(begun, futures):
     flight.follow(types.SimpleNamespace(get_future=lambda: future))
 atexit.register(lambda: began.append(time.monotonic()))
 """

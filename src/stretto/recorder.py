@@ -1,20 +1,12 @@
 """From events to records: a stopwatch that is there only while somebody looks.
 
-    events ──> Recorder ──> PassRecord ──> analysis.py, writing.py
-    Sampler ── switches a Recorder on for a few passes, so that ``report()`` has something to say without being asked
-
-The transport tells when a bucket's result was there: by the future of torch's collectives, by a look at a message of
-shared memory after each call that may have moved it, or by what a synthetic link says of itself. If nothing tells, the
-result was there at the latest when this rank had waited for it, and is marked so (``Launch.told``). On accelerators all
-these times are the host's, which runs ahead of the device.
+events ──> Recorder ──> PassRecord ──> analysis.py, writing.py
+Sampler ── switches a Recorder on for a few passes, so that ``report()`` has something to say without being asked
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import functools
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +14,7 @@ from typing import Any
 import torch
 
 from .engine import current_task
-from .listeners import at_forks
+from .flights import Flight, now
 from .plan import BucketPlan
 from .record import Launch, PassRecord, Span
 from .reducer import Reducer
@@ -35,13 +27,6 @@ EVERY = 100
 """And then one pass in so many."""
 KEPT = 20
 """So many records are kept for a report."""
-EXIT_SECONDS = 10.0
-"""The end of the program waits so long for works that were given up. They fail when another rank's interpreter is gone,
-which on a busy machine takes it 6 s after its last line."""
-LET_GO_SECONDS = 0.01
-"""And so long for the thread that has said so."""
-
-now = time.perf_counter_ns
 
 
 class Recorder:
@@ -236,76 +221,6 @@ class GradientRecorder(Recorder):
     def gradient_ready(self, pass_number: int, name: str) -> None:
         """See :class:`~stretto.events.Observer`."""
         self.gradients.append((name, now()))
-
-
-class InTheAir:
-    """Buckets of which a thread of Gloo's has yet to say that they ended, also after this rank has given them up.
-
-    The end of the program waits for them a little, once for all: a thread that comes into an interpreter which is gone
-    ends the process by a signal.
-    """
-
-    def __init__(self) -> None:
-        self._flights = set[Flight]()
-        self.add = self._flights.add
-        self.discard = self._flights.discard
-        atexit.register(self._see_them_land)
-        at_forks(after_in_child=self._flights.clear)  # the threads stay with the parent
-
-    def _see_them_land(self) -> None:
-        if not self._flights:
-            return
-        until = time.monotonic() + EXIT_SECONDS
-        while self._flights and time.monotonic() < until:
-            time.sleep(LET_GO_SECONDS)
-        time.sleep(LET_GO_SECONDS)
-
-
-@functools.cache
-def in_the_air() -> InTheAir:
-    """Those of this process, which ends once: made by the first, so that nothing is registered where there are none."""
-    return InTheAir()
-
-
-class Flight:
-    """A bucket that is being recorded."""
-
-    __slots__ = ("_work", "begin", "end", "handed_over", "nbytes", "seen", "tells")
-
-    def __init__(self, begin: int) -> None:
-        self.begin = self.handed_over = begin
-        self.nbytes = self.end = self.seen = 0
-        self.tells = False
-        """Whether one learns of the end otherwise than by waiting."""
-        self._work: Any = None
-
-    def follow(self, work: Any) -> None:
-        """Find out when it ends, in one of the ways that its kind has."""
-        self._work = work
-        future: Any = getattr(work, "future", None)  # of a comm hook
-        if future is None and hasattr(work, "get_future") and not hasattr(work, "is_over"):
-            with contextlib.suppress(RuntimeError):  # not every backend has them
-                future = work.get_future()
-        self.tells = hasattr(future, "add_done_callback")
-        if self.tells:
-            in_the_air().add(self)
-            future.add_done_callback(self._ended)
-        self.tells = self.tells or hasattr(work, "is_over") or hasattr(work, "ended_at")
-        self.look()
-
-    def _ended(self, _: Any) -> None:
-        self.end = self.end or now()
-        in_the_air().discard(self)
-
-    def look(self) -> None:
-        """Whether the work says that it has ended, without doing anything for it."""
-        if self._work is None or self.end:
-            return
-        ended_at = getattr(self._work, "ended_at", None)  # of a synthetic link, in seconds
-        if ended_at is not None:
-            self.end = int(ended_at * 1e9) if ended_at * 1e9 <= now() else 0
-        elif getattr(self._work, "is_over", False):
-            self.end = now()
 
 
 class Sampler:

@@ -569,7 +569,7 @@ def traced_with_another_clock(rank: int, folder: str, how: str) -> float:
             return real() + SKEW + int(DRIFT * (real() - origin))
 
         time.perf_counter_ns = mine
-        for module in ("stretto.recorder",):
+        for module in ("stretto.recorder", "stretto.flights"):
             sys.modules[module].now = mine
         clocks.identity = lambda: "another kernel"
         clocks.ClockTalk.__init__.__kwdefaults__["now"] = mine

@@ -246,6 +246,39 @@ def test_steps_behind_gradients_that_were_dropped_are_not_told_of(caplog, set_to
     assert not caplog.records
 
 
+@pytest.mark.parametrize("assigns", [False, True])
+def test_steps_with_gradients_that_stretto_reduce_has_averaged_are_not_told_of(caplog, assigns: bool) -> None:
+    """As where a pipeline's schedule runs all backwards, or losses are weighed against each other before the mean.
+
+    Later, without it, a step is told of.
+    """
+    told, both_have_reduced = [], threading.Barrier(2)
+
+    def worker(transport):
+        model = torch.nn.Linear(2, 1)
+        sync = stretto.attach(model, transport=transport, check_every=0)
+        parts = [torch.optim.SGD([one], lr=0.1) for one in model.parameters()]
+        for averages in (True, True, False):
+            with sync.no_sync():
+                model(torch.ones(1, 2)).sum().backward()
+            gradients = [one.grad.clone() if assigns else one.grad for one in model.parameters()]
+            if averages:
+                stretto.reduce(gradients, transport=transport)
+                both_have_reduced.wait(60)  # ranks are threads here, and share what is known of it
+            for one, gradient in zip(model.parameters(), gradients, strict=True):
+                one.grad = gradient
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            for part in parts:
+                part.step()
+            told.append((averages, len(caplog.records)))
+            model.zero_grad(set_to_none=False)
+        sync.detach()
+
+    run_ranks(worker, 2)
+    assert {number for averages, number in told if averages} == {0}
+    assert [record.getMessage() for record in caplog.records] == [KEPT.format("before pass 1").replace(", bias", "")]
+
+
 ANOTHER_IS_TRAINED = (
     "rank 0, before pass 1: {} of SGD, which no handle averages, and no backward has reached the attached module: each "
     "rank may be training its own model.\n"

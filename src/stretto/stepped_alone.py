@@ -14,7 +14,7 @@ from .arrivals import owner_of
 from .launch import LaunchQueue
 from .membership import Membership, ids_of
 from .selection import wrapping
-from .steps import leave, listen, name_in, stepped_by, stop_listening, tells_first
+from .steps import is_averaged, leave, listen, name_in, stepped_by, stop_listening, tells_first
 from .tracker import ArrivalTracker
 from .wording import counted, name_list
 
@@ -124,12 +124,12 @@ class SteppedAlone:
             )
 
     def _kept_of(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        """Names. Gradients that were zeroed are as good as none."""
+        """Names. Gradients that were zeroed are as good as none; others ``stretto.reduce`` has averaged since."""
         stepped = {*map(id, stepped_by(optimizer))}
         return [
             self._queue.names[index]
             for index, one in self._tracker.alive(sorted(self._tracker.unsynchronized))
-            if id(one) in stepped and type(one.grad) is torch.Tensor and one.grad.any()
+            if id(one) in stepped and type(one.grad) is torch.Tensor and not is_averaged(one.grad) and one.grad.any()
         ]
 
     def _alone_in(self, optimizer: torch.optim.Optimizer) -> list[str]:

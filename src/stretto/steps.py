@@ -9,7 +9,7 @@ else keeps it. It costs one call a step, and stays until a handle is detached an
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,6 +37,15 @@ class StepWatch(Listeners):
         super().__init__()
         self.told = weakref.WeakSet[torch.optim.Optimizer]()
         """Those of which some handle has told what they step beside it: others would tell the same."""
+        self.averaged: set[int] = set()
+        """By ``id``, what was given to ``stretto.reduce`` and has not been stepped with since."""
+        self._has_stepped = False
+
+    def add_averaged(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Ids of tensors that are no gradients are dropped after the next step."""
+        if self._has_stepped:
+            self.averaged, self._has_stepped = set(), False
+        self.averaged.update(map(id, tensors))
 
     @left_uncompiled
     def begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -49,6 +58,9 @@ class StepWatch(Listeners):
         """And behind it."""
         if OURS not in vars(optimizer):
             self.tell(optimizer, False)
+            if self.averaged:
+                self._has_stepped = True
+                self.averaged.difference_update([id(one.grad) for one in stepped_by(optimizer)])
 
 
 def _tables() -> tuple[dict[Any, Any], dict[Any, Any]]:
@@ -94,6 +106,17 @@ def stop_listening(listener: Listener) -> None:
     """Undo ``listen``. Harmless twice."""
     if (watch := _watch()) is not None:
         watch.change(less=listener)
+
+
+def were_averaged(tensors: Iterable[torch.Tensor]) -> None:
+    """``stretto.reduce`` has averaged these, gradients maybe."""
+    if (watch := _watch()) is not None:
+        watch.add_averaged(tensors)
+
+
+def is_averaged(tensor: torch.Tensor) -> bool:
+    """Whether it was, after the last step with it."""
+    return (watch := _watch()) is not None and id(tensor) in watch.averaged
 
 
 def leave() -> None:

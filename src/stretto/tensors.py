@@ -17,6 +17,7 @@ from .options import can_be_added, positive, refuse_unlisted
 from .peers import Peers
 from .scaling import Reduce
 from .specs import dtype_name
+from .steps import were_averaged
 from .transport import Transport
 from .transport.choose import carrier_of, refuse_other_kinds
 from .wording import MIB
@@ -75,6 +76,7 @@ def reduce(
         divisor = carrier.world_size if op == "mean" else 1
         messages = start_reduce(given, carrier, divisor, message_bytes=int(bucket_cap_mb * MIB))
         messages.finish(peers.wait_for, "the tensors")
+        were_averaged(given)
     finally:
         peers.close()
 

@@ -23,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.device_mesh import DeviceMesh
 
 import stretto
 from stretto import BucketPlan, BucketSpec, ParameterSpec
@@ -694,6 +695,11 @@ ALONE = [
     (
         lambda: ProcessGroupTransport(3),
         "process_group= takes what torch.distributed.new_group() returns, not int",
+    ),
+    (
+        lambda: ProcessGroupTransport(DeviceMesh("cpu", [0], _init_backend=False)),
+        "process_group= takes what torch.distributed.new_group() returns, not DeviceMesh.\n"
+        'Write mesh["dp"].get_group(), with the name of the dimension that is averaged over.',
     ),
     (
         lambda: RoundRobinTransport([LocalGroup(2).transport(0), LocalGroup(3).transport(0)]),

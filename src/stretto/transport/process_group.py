@@ -48,7 +48,12 @@ class ProcessGroupTransport(Transport):
             raise UnsupportedError("there is no process group: call torch.distributed.init_process_group() before")
         if not isinstance(group, dist.ProcessGroup):
             kind = type(group).__name__
-            raise UnsupportedError(f"process_group= takes what torch.distributed.new_group() returns, not {kind}")
+            advice = ""
+            if hasattr(group, "get_group"):  # torch's DeviceMesh
+                advice = '.\nWrite mesh["dp"].get_group(), with the name of the dimension that is averaged over.'
+            raise UnsupportedError(
+                f"process_group= takes what torch.distributed.new_group() returns, not {kind}{advice}"
+            )
         # Weak: torch's registry owns the group. Held by hooks on a model past destroy_process_group(), it would live to
         # the end of the program, where Gloo's threads can abort the interpreter's exit.
         self._group = weakref.ref(group)

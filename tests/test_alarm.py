@@ -24,9 +24,11 @@ from stretto.transport.process_group import ProcessGroupTransport
 
 
 class Hostless(ProcessGroupTransport):
+    patience = None
+
     def __init__(self):
         super().__init__()
-        self.patience = self.under_way = None
+        self.under_way = None
 
 
 sync.detach()

@@ -736,6 +736,30 @@ def test_who_does_not_come_within_the_timeout(name):
     spawn_ranks(late, 2, name)
 
 
+def late_by_a_new_timeout(rank, longer):
+    import stretto.backend  # noqa: F401
+
+    change = dist.set_timeout if hasattr(dist, "set_timeout") else dist.distributed_c10d._set_pg_timeout  # before 2.14
+    before, after = (2, 60) if longer else (60, 1)
+    group = dist.new_group(backend="stretto", timeout=timedelta(seconds=before))
+    dist.barrier(group)
+    change(timedelta(seconds=after), group)
+    if rank == 1 and longer:
+        time.sleep(3)
+    if rank == 0 and not longer:
+        with pytest.raises(RuntimeError, match="not done within 1 s"):
+            dist.all_reduce(torch.ones(3), group=group)
+    elif longer:
+        dist.all_reduce(torch.ones(3), group=group)
+    dist.barrier()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("longer", [False, True])
+def test_a_new_timeout_of_the_group_holds_from_the_next_collective_on(longer):
+    spawn_ranks(late_by_a_new_timeout, 2, longer)
+
+
 def given_up(rank, numel):
     import stretto.backend  # noqa: F401
 

@@ -558,6 +558,19 @@ def test_after_a_wait_that_was_given_up_no_host_gets_a_wrong_sum() -> None:
                 )
 
 
+def test_hosts_follow_a_new_time_out_of_the_group() -> None:
+    def worker(transport: Transport) -> tuple[float | None, float, float]:
+        tensor = transport.allocate(50_000, torch.float32, CPU)
+        transport.all_reduce(tensor).wait()
+        transport.base.inner.patience = 7.0  # type: ignore[attr-defined]  # as ``dist.set_timeout`` does to a real one
+        transport.all_reduce(tensor).wait()
+        others = transport._team.counterparts  # type: ignore[attr-defined]
+        seconds = others._groups[0].options._timeout.total_seconds()
+        return transport.patience, others.courier.patience, seconds
+
+    assert on_hosts(worker, (2, 2)) == [(7.0, 7.0, 7.0)] * 4
+
+
 def test_other_hosts_do_not_sum_what_is_filled_again_after_a_wait_was_given_up() -> None:
     knows = threading.Event()
 

@@ -249,7 +249,10 @@ def test_buckets_take_turns_among_transports() -> None:
     def worker(transport):
         recorded = [RecordingTransport(group.transport(transport.rank)) for group in groups]
         model = model_of()
-        stretto.attach(model, transport=RoundRobinTransport(recorded), bucket_cap_mb=1e-6)
+        in_turn = RoundRobinTransport(recorded)
+        stretto.attach(model, transport=in_turn, bucket_cap_mb=1e-6)
+        recorded[0].inner.patience = 29.0  # as a new time-out of its group
+        assert in_turn.patience == 29.0
         for one in recorded:
             one.calls.clear()
         model(batch(transport.rank)).square().mean().backward()

@@ -451,6 +451,38 @@ def test_a_rank_that_has_given_up_waiting_in_attach_is_met_when_it_comes_again(t
     check_that_a_second_try_works(tmp_path, body, patience=2)
 
 
+@EVERYWHERE
+@pytest.mark.ranks
+def test_a_shorter_time_out_of_the_group_holds_from_the_next_pass_on(tmp_path: Path, transport: str) -> None:
+    body = """
+        step()
+        change(datetime.timedelta(seconds=1))
+        if rank == 1:
+            hang()
+        else:
+            told()
+    """
+    found = ranks(tmp_path, body, transport=transport)
+    told = explained(within(found[0][1], "CommunicationError", 12))
+    over = {"auto": "shared_memory: {2}", "process_group": "process_group (gloo): {2}"}[transport]
+    assert told.startswith(f"rank 0, pass 2: bucket 0 (b.bias) could not be reduced over {over}\n")
+
+
+@EVERYWHERE
+@pytest.mark.ranks
+def test_a_longer_time_out_of_the_group_holds_from_the_next_pass_on(tmp_path: Path, transport: str) -> None:
+    body = """
+        change(datetime.timedelta(seconds=3))
+        sync.detach()
+        sync = stretto.attach(model, transport=transport)
+        change(datetime.timedelta(seconds=100))
+        time.sleep(5 * rank)
+        step()
+        right()
+    """
+    assert ranks(tmp_path, body, transport=transport, patience=100)[0][:2] == (0, "")
+
+
 @pytest.mark.ranks
 def test_a_first_pass_that_is_tried_again_counts_as_one(tmp_path: Path) -> None:
     """The handle has no name before its first pass, since nothing was exchanged."""

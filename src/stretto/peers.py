@@ -64,8 +64,8 @@ class Peers(Teller):
     def use(self, transport: Transport) -> None:
         """Another transport of the same ranks from here on, with the same store."""
         super().use(transport)
-        self._patience = transport.patience
-        self.seat.alarm = self.alarm.look if self._patience is None else nothing
+        self._waits_on_host = transport.patience is not None
+        self.seat.alarm = nothing if self._waits_on_host else self.alarm.look
 
     # Meeting
 
@@ -83,7 +83,7 @@ class Peers(Teller):
             self._come_together(sys._getframe(1))
             self.refuse_leftovers("waiting")  # of which it may have read meanwhile
             brought = self._introduction(), value  # also with a name: a rank in another call may have none yet
-            if self._patience is None:
+            if not self._waits_on_host:
                 everyone: list[Any] = self._transport.all_gather_object(brought)
             else:
                 everyone = gather_by_sums(brought, self._transport, self.wait if has_name else self._go)
@@ -107,13 +107,14 @@ class Peers(Teller):
         if not self.seat.handle:
             self.seat.meets = True
             channel.count_attempt(self.seat)
-        if self._patience is None or not channel.can_meet():
+        patience = self._transport.patience
+        if patience is None or not channel.can_meet():
             return
         blame.refuse_if_lost(self.where, self.left)
         try:
             word = channel.come(self.seat, caller, functools.partial(self._transport.flush, 0.0))
             if not self.seat.handle:
-                return wait_a_while(word, self._patience, self.wait)
+                return wait_a_while(word, patience, self.wait)
             self.wait(word)
             blame.refuse_other_calls(self.where, word.said())
         except BaseException as error:
@@ -131,7 +132,7 @@ class Peers(Teller):
 
     def all_equal(self, fingerprint: str) -> bool:
         """Whether all ranks bring the same fingerprint, hexadecimal. Collective; one small message."""
-        if self._patience is None:
+        if not self._waits_on_host:
             return len(set(self.gather(fingerprint))) == 1
         self.refuse_misplaced()
         try:
@@ -190,14 +191,17 @@ class Peers(Teller):
             PeerError: it will never be done.
             RuntimeError: as the transport's; hand it to ``fail``.
         """
-        limit = self._patience if patience is None else patience
-        if limit is None or not takes_time(type(work)):  # type: ignore[arg-type]  # it is hashable
+        if not self._waits_on_host or not takes_time(type(work)):  # type: ignore[arg-type]  # it is hashable
             work.wait()
             return
         waited = this_thread.waits  # so does a wait in a signal handler, for what is under way
         try:
             this_thread.waits = True
-            if self._done_within(work, FIRST_SLICE) or self._comes(work, limit):
+            if self._done_within(work, FIRST_SLICE):
+                return
+            limit = self._transport.patience if patience is None else patience  # not before: most are over by now
+            assert limit is not None
+            if self._comes(work, limit):
                 return
             if patience is None:
                 self._transport.break_off(blame.too_late(self._transport.rank, self.seat.when(self._occasion), limit))

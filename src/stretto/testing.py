@@ -188,10 +188,14 @@ class RecordingTransport(Transport):
         self.bucket_cap_bytes = inner.bucket_cap_bytes
         self.last_bucket_cap_bytes = inner.last_bucket_cap_bytes
         self.store = inner.store
-        self.patience = inner.patience
         self.own_channel = inner.own_channel
         self.leftovers = inner.leftovers
         self.calls: list[tuple[str, int]] = []
+
+    @property
+    def patience(self) -> float | None:  # type: ignore[override]  # never assigned elsewhere
+        """That of the inner one."""
+        return self.inner.patience
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Not a collective, so not recorded."""

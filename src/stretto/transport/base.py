@@ -113,9 +113,10 @@ class Transport(abc.ABC):
     # How ranks learn why another does not come (peers.py)
 
     patience: float | None = None
-    """Seconds that a collective may take. If set, ``Work.wait`` accepts a ``timedelta``, raises ``RuntimeError`` when
-    that is over, and may be called again; ``Work.is_completed()`` then tells the two kinds of errors apart. Otherwise
-    ``Work.wait`` is called without arguments."""
+    """Seconds that a collective may take, asked at each wait: a group's time-out can be changed. If set, ``Work.wait``
+    accepts a ``timedelta``, raises ``RuntimeError`` when that is over, and may be called again;
+    ``Work.is_completed()`` then tells the two kinds of errors apart. Otherwise ``Work.wait`` is called without
+    arguments."""
     store: Store | None = None
     """One that all ranks see."""
     leftovers: Sequence[Leftover] = ()

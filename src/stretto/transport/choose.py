@@ -191,7 +191,10 @@ def choose(
         return base
     assert page is not None, "every rank has opened its own"
     mine = next(ranks for ranks in hosts if base.rank in ranks)
-    patience = DEFAULT_PATIENCE if base.patience is None else base.patience
+
+    def patience() -> float:
+        return DEFAULT_PATIENCE if (found := base.patience) is None else found
+
     host = Host(page, [peers[rank] for rank in mine], mine.index(base.rank), patience)
     if len(hosts) == 1:
         return SharedMemoryTransport(host, base)

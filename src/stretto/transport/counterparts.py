@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,17 +32,17 @@ class Counterparts:
 
     Args:
         base: counterparts find each other in its store.
-        seconds: how long a collective may take.
+        patience: tells how many seconds a collective may take, which can change.
     """
 
-    def __init__(self, base: Transport, seconds: float) -> None:
+    def __init__(self, base: Transport, patience: Callable[[], float]) -> None:
         self._rank = base.rank
         self._store = base.store
-        self._seconds = seconds
+        self._patience = patience
         self._groups: list[Any] = []  # one or none
         self._sum = dist.AllreduceOptions()  # its default is a sum
         self._in_flight = InFlight()
-        self.courier = Courier(self._groups, seconds)
+        self.courier = Courier(self._groups, patience())
         self._close = weakref.finalize(self, _end, self._groups, self.courier, os.getpid())
         if (group := base.process_group) is not None:
             weakref.finalize(group, _end, self._groups, self.courier, os.getpid()).atexit = False
@@ -55,7 +55,7 @@ class Counterparts:
         """
         assert self._store is not None, "asked by why_not"
         store = PrefixStore(f"stretto/hosts/{name}", self._store)
-        limit = datetime.timedelta(seconds=self._seconds)
+        limit = datetime.timedelta(seconds=self.courier.patience)
         self._groups.append(dist.ProcessGroupGloo(store, number, hosts, limit))
         let_gloo_go_first()
 
@@ -95,6 +95,9 @@ class Counterparts:
                 f"rank {self._rank}: this transport was closed, and the connections to other hosts with it.\n"
                 "Call close() after the last collective, or make another transport with stretto.transport.choose."
             )
+        if (seconds := self._patience()) != self.courier.patience:
+            self.courier.patience = seconds
+            self._groups[0].set_timeout(datetime.timedelta(seconds=seconds))
         return self._groups[0]
 
     def abandon(self) -> None:

@@ -63,7 +63,8 @@ class Courier:
 
     def __init__(self, groups: Sequence[Any], patience: float) -> None:
         self._groups = groups
-        self._patience = patience
+        self.patience = patience
+        """The same; it may be changed."""
         self._messages: deque[Incoming] = deque()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -132,7 +133,7 @@ class Courier:
                 raise RuntimeError(f"nothing came within {time.monotonic() - began:.0f} s")
 
     def _takes_too_long(self, began: float, now: float) -> bool:
-        if now - began > self._patience:
+        if now - began > self.patience:
             return True
         if self._ends_since is None and (self._is_closing or not threading.main_thread().is_alive()):
             self._ends_since = now

@@ -146,7 +146,7 @@ class Team:
         self.world_size = base.world_size
         self.slices = min(map(len, hosts))
         self.is_even = self.slices == max(map(len, hosts))
-        self.counterparts = Counterparts(base, host.patience)
+        self.counterparts = Counterparts(base, lambda: host.patience)
         self.hosts = hosts
         self.host_number, _ = self.host_of(base.rank)
         if host.local_rank < self.slices:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -48,12 +48,12 @@ class Host(Breakable):
         page: this rank's.
         peers: all ranks of the host in rank order, this one included.
         local_rank: the index of this rank among them.
-        patience: seconds that a collective may take.
+        patience: tells how many seconds a collective may take.
     """
 
-    def __init__(self, page: Page, peers: Sequence[Peer], local_rank: int, patience: float) -> None:
+    def __init__(self, page: Page, peers: Sequence[Peer], local_rank: int, patience: Callable[[], float]) -> None:
         super().__init__(page, peers, local_rank)
-        self.patience = patience
+        self._patience = patience
         self._number = 0
         self._waiting: collections.deque[Posted] = collections.deque()  # for others to publish
         self._outside: collections.deque[Posted] = collections.deque()  # begun, and not ended
@@ -64,6 +64,11 @@ class Host(Breakable):
         first = self.peers[0].address
         with contextlib.suppress(OSError):  # that rank has left already
             self.page.arena.take_turns_at(memory.open_file(first.pid, first.fd))
+
+    @property
+    def patience(self) -> float:
+        """Seconds that a collective may take, as it is now."""
+        return self._patience()
 
     # Posting
 
@@ -202,8 +207,7 @@ class Host(Breakable):
             again: the message goes on when the time is over, since the caller will wait again; otherwise it ends this
                 host.
         """
-        seconds = self.patience if timeout is None else timeout.total_seconds()
-        spins, until, first = 0, 0.0, WokenFirst()
+        spins, seconds, until, first = 0, 0.0, 0.0, WokenFirst()
         try:
             while True:
                 self.advance()
@@ -215,7 +219,9 @@ class Host(Breakable):
                 if spins <= _SPINS:
                     continue
                 now = time.monotonic()
-                until = until or now + seconds
+                if not until:  # not before: few messages last so long, and the question takes as long as some of them
+                    seconds = self.patience if timeout is None else timeout.total_seconds()
+                    until = now + seconds
                 if now >= until:
                     late = "" if again else self.lose_patience(f"a message was not done within {seconds:.0f} s")
                     raise RuntimeError(f"not done within {seconds:.0f} s{late}")

@@ -28,9 +28,13 @@ class HostMemoryTransport(Transport):
         self.rank = base.rank
         self.world_size = base.world_size
         self.store = base.store
-        self.patience = host.patience
         self.host = host
         self.base = base
+
+    @property
+    def patience(self) -> float:  # type: ignore[override]  # never assigned elsewhere
+        """That of the host."""
+        return self.host.patience
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory of the host that all its ranks map."""

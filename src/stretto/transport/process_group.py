@@ -66,14 +66,14 @@ class ProcessGroupTransport(Transport):
         self.caps_follow_link = waits_on_host and "stretto" not in dist.get_backend(group)
         self.bucket_cap_bytes = 4 * MIB if waits_on_host else 25 * MIB
         self.last_bucket_cap_bytes = self.bucket_cap_bytes // 4
-        self.patience = _timeout_of(group) if waits_on_host else None
+        self._patience = _timeout_of(group) if waits_on_host else None
         self.leftovers = (_leftovers.setdefault(group, Leftover(_named(self.global_ranks))),)
         self._sum = dist.AllreduceOptions()  # its default is a sum
         self._in_flight = InFlight()
         self.under_way: UnderWay | None = None
         """Shares that a step has sent; None if ``Work.wait`` does not block the host."""
-        if self.patience is not None:
-            self.under_way = UnderWay(self._group, self.rank, self.patience)
+        if (patience := self.patience) is not None:
+            self.under_way = UnderWay(self._group, self.rank, patience)
             weakref.finalize(self, self.under_way.let_arrive)
         let_gloo_go_first()
 
@@ -87,6 +87,13 @@ class ProcessGroupTransport(Transport):
                 "Call detach() on the handle first, or dist.destroy_process_group() after the last backward."
             )
         return group
+
+    @property
+    def patience(self) -> float | None:  # type: ignore[override]  # never assigned elsewhere
+        """The time-out that the group has now, which ``dist.set_timeout`` changes, or had when it was destroyed."""
+        if self._patience is not None and (group := self._group()) is not None:
+            self._patience = _timeout_of(group)
+        return self._patience
 
     @property
     def store(self) -> Store | None:  # type: ignore[override]  # never assigned elsewhere

@@ -38,10 +38,14 @@ class RoundRobinTransport(Transport):
         self.bucket_cap_bytes = first.bucket_cap_bytes
         self.last_bucket_cap_bytes = first.last_bucket_cap_bytes
         self.store = first.store
-        self.patience = first.patience
         self.leftovers = [one for transport in transports for one in transport.leftovers]
         self._transports = list(transports)
         self._turn = 0
+
+    @property
+    def patience(self) -> float | None:  # type: ignore[override]  # never assigned elsewhere
+        """That of the first."""
+        return self._transports[0].patience
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """From the first."""

@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 from datetime import timedelta
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -860,6 +861,22 @@ def test_importing_stretto_registers_nothing():
     program = "import stretto, torch.distributed as dist; assert 'stretto' not in dist.Backend.backend_list\n"
     program += "import stretto.backend; assert dist.Backend.STRETTO == 'stretto' and not dist.is_initialized()"
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
+
+
+def test_torch_finds_the_backend_by_its_name():
+    """From 2.14 on, without an import."""
+    (entry,) = entry_points(group="torch.distributed.backends", name="stretto")
+    assert entry.load()() is None and dist.Backend.STRETTO == "stretto"
+    if not hasattr(dist.Backend, "_ensure_backend_registered"):
+        return
+    program = """
+import torch.distributed as dist
+dist.init_process_group("stretto", store=dist.HashStore(), rank=0, world_size=1)
+print(dist.get_backend())
+dist.destroy_process_group()
+"""
+    run = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=60)
+    assert (run.stdout, run.stderr) == ("stretto\n", "")
 
 
 @pytest.mark.parametrize("name", ["all_to_all_single", "alltoall_base", "send", "recv"])

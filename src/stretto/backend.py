@@ -3,7 +3,8 @@
     import stretto.backend
     dist.init_process_group("stretto")
 
-Importing this module registers the name with torch, which is what it is for; ``import stretto`` alone does not.
+Importing this module registers the name with torch, which is what it is for; ``import stretto`` alone does not. From
+torch 2.14 on the name is enough: torch imports the module by its entry point.
 
 all_reduce, broadcast, all_gather, reduce_scatter and barrier, in all their variants, move CPU tensors through memory
 that the ranks share; in a world of one there is nothing to do. Everything else goes through a Gloo group that the
@@ -49,17 +50,6 @@ from .transport import ProcessGroupTransport, SharedMemoryTransport, choose
 from .transport.base import as_reals, in_one_row
 from .transport.collectives import Collectives, WorldOfOne, can_reduce
 from .transport.shared_memory import let_go
-
-_OPERATIONS = {
-    ReduceOp.SUM: "sum",
-    ReduceOp.AVG: "avg",
-    ReduceOp.PRODUCT: "prod",
-    ReduceOp.MIN: "min",
-    ReduceOp.MAX: "max",
-    ReduceOp.BAND: "band",
-    ReduceOp.BOR: "bor",
-    ReduceOp.BXOR: "bxor",
-}
 
 
 class Done(Work):
@@ -324,8 +314,9 @@ def _operation(options: Any, tensors: Any) -> str | None:
     """What it is called in shared memory; None if it is left to Gloo, which may refuse it."""
     if options is None or not _is_one(tensors):
         return None
-    name = _OPERATIONS.get(options.reduceOp.op)
-    if name is None or (tensors[0].is_complex() and name not in ("sum", "avg")):
+    operation = options.reduceOp.op
+    name = "prod" if operation == ReduceOp.PRODUCT else operation.name.lower()
+    if tensors[0].is_complex() and name not in ("sum", "avg"):
         return None
     return name if can_reduce(name, tensors[0].dtype.to_real()) else None
 
@@ -343,6 +334,10 @@ def _if_given(opts: Any) -> list[Any]:
 
 def _timeout(options: Any) -> timedelta | None:
     return options.timeout if options.timeout > timedelta(0) else None
+
+
+def registered() -> None:
+    """For torch 2.14, which looks a backend's name up among entry points. Importing this module has registered it."""
 
 
 dist.Backend.register_backend("stretto", lambda options, _: StrettoProcessGroup(options), True, devices=["cpu"])

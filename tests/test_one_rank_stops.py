@@ -13,6 +13,7 @@ import pytest
 import torch
 from test_peers import plain, ranks, within
 
+from stretto.events import Events
 from stretto.family import Family
 from stretto.words import FIRST_VALUE, MARKS, VALUES, Control, ControlWords
 
@@ -403,7 +404,8 @@ def test_who_cannot_give_up_a_pass_stays_with_those_of_the_other_models() -> Non
                 raise fails
 
         failing = SimpleNamespace(stay=lambda: heard.append(f"{name} stays"))
-        return SimpleNamespace(running=True, settle=raises, give_up=raises, failing=failing, family=family)
+        queue = SimpleNamespace(events=Events(0), pass_number=1)
+        return SimpleNamespace(running=True, settle=raises, give_up=raises, failing=failing, family=family, queue=queue)
 
     members = [member("first", ValueError), member("second", KeyboardInterrupt), member("third")]
     for one in members:

@@ -1360,7 +1360,7 @@ def test_a_state_that_lies_in_shares_is_not_edited_by_parameter(edit: str) -> No
         model = torch.nn.Linear(3, 3)
         sharded = stretto.shard(torch.optim.AdamW(model.parameters()), stretto.attach(model, transport=transport))
         old = torch.nn.Parameter(torch.ones(1))
-        assert sharded.state and not len(sharded.state) and old not in sharded.state
+        assert not sharded.state and not len(sharded.state) and old not in sharded.state
         assert model.weight in sharded.state  # torch's compiler asks
         assert sharded.state.pop(old, None) is None and sharded.state[old] == {}  # of nobody's
         with pytest.raises(stretto.UnsupportedError) as caught:

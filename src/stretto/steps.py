@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.optim import optimizer as torch_optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .engine import left_uncompiled
 from .listeners import Listeners
@@ -37,15 +38,8 @@ class StepWatch(Listeners):
         super().__init__()
         self.told = weakref.WeakSet[torch.optim.Optimizer]()
         """Those of which some handle has told what they step beside it: others would tell the same."""
-        self.averaged: set[int] = set()
-        """By ``id``, what was given to ``stretto.reduce`` and has not been stepped with since."""
-        self._has_stepped = False
-
-    def add_averaged(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Ids of tensors that are no gradients are dropped after the next step."""
-        if self._has_stepped:
-            self.averaged, self._has_stepped = set(), False
-        self.averaged.update(map(id, tensors))
+        self.averaged = WeakTensorKeyDictionary()
+        """Its keys: what was given to ``stretto.reduce`` and has not been stepped with since."""
 
     @left_uncompiled
     def begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -58,9 +52,9 @@ class StepWatch(Listeners):
         """And behind it."""
         if OURS not in vars(optimizer):
             self.tell(optimizer, False)
-            if self.averaged:
-                self._has_stepped = True
-                self.averaged.difference_update([id(one.grad) for one in stepped_by(optimizer)])
+            for one in stepped_by(optimizer) if self.averaged else ():
+                if one.grad in self.averaged:
+                    del self.averaged[one.grad]
 
 
 def _tables() -> tuple[dict[Any, Any], dict[Any, Any]]:
@@ -111,12 +105,13 @@ def stop_listening(listener: Listener) -> None:
 def were_averaged(tensors: Iterable[torch.Tensor]) -> None:
     """``stretto.reduce`` has averaged these, gradients maybe."""
     if (watch := _watch()) is not None:
-        watch.add_averaged(tensors)
+        for one in tensors:
+            watch.averaged[one] = True
 
 
 def is_averaged(tensor: torch.Tensor) -> bool:
     """Whether it was, after the last step with it."""
-    return (watch := _watch()) is not None and id(tensor) in watch.averaged
+    return (watch := _watch()) is not None and tensor in watch.averaged
 
 
 def leave() -> None:

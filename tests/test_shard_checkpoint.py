@@ -367,6 +367,24 @@ def test_a_rank_that_cannot_write_or_read_its_share_is_told_of(
     assert "rank 1, pass 2, waiting: MemoryError: no room\n" in run(worker, 2)[0]
 
 
+@pytest.mark.parametrize("name", ["Adagrad", "Adam"])
+def test_torchs_own_function_takes_no_step_that_a_plain_optimizer_would_not(name: str) -> None:
+    """Adagrad has a state before its first step."""
+
+    def worker(transport: Any) -> None:
+        model, sync = attached(transport)
+        optimizer = stretto.shard(OPTIMIZERS[name](model.parameters()), sync)
+        found = get_optimizer_state_dict(model, optimizer)["state"]
+        plain = Net()
+        expected = get_optimizer_state_dict(plain, OPTIMIZERS[name](plain.parameters()))["state"]
+        if transport.rank == 0:
+            assert {key: one["step"] for key, one in found.items()} == {
+                key: one["step"] for key, one in expected.items()
+            }
+
+    run_ranks(worker, 2)
+
+
 @pytest.mark.parametrize("run", [run_ranks, shared], ids=["apart", "shared"])
 @pytest.mark.parametrize("name", ["AdamW", "Adafactor", "momentum"])
 def test_what_state_dict_gave_each_rank_is_loaded_again(run: Any, name: str) -> None:

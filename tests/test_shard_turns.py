@@ -97,6 +97,21 @@ def test_weights_between_steps_are_those_of_the_whole_optimizer(carrier: str, ke
     CARRIERS[carrier](worker, 3)
 
 
+def test_a_turn_before_the_first_step_makes_no_state() -> None:
+    """torch.distributed.checkpoint steps if ``state`` is false, to have something to load into."""
+
+    def worker(transport: Any) -> None:
+        model, sharded, *_ = pair(transport, ScheduleFree)
+        sharded.train()
+        assert not sharded.state
+        backward(model, transport.rank, 0)
+        sharded.step()
+        sharded.eval()
+        assert sharded.state
+
+    run_ranks(worker, 2)
+
+
 def test_gradients_stay_while_weights_are_turned() -> None:
     def worker(transport: Any) -> None:
         model, sharded, *_ = pair(transport, ScheduleFree)

@@ -67,7 +67,7 @@ class Shares:
         self._number, self._has_moved = len(self.peers.seat.steps), False
         """Place of its count of steps; whether groups were followed since the last step."""
         self.peers.seat.steps.append(0)
-        self.has_begun = False
+        self.has_begun = bool(optimizer.state)  # as Adagrad's is before its first step
         """Whether there may be a state: the same on all ranks, also where one has no share of it."""
         self._has_told = False
         """Of parameters in memory shared with other processes."""
@@ -77,7 +77,7 @@ class Shares:
         except BaseException:
             self.withholding.end()
             raise
-        optimizer.state.clear()  # Adagrad has one before its first step
+        optimizer.state.clear()
         self.peers.seat.sharded.add(self._number)
 
     @property
@@ -169,7 +169,7 @@ class Shares:
             elif is_ours_alone:  # nothing was written or sent, and the others wait for it
                 self.meetings.fail(error)
             raise
-        self.has_begun = True
+        self.has_begun |= not turn  # which makes no state
         self._has_moved |= has_moved
         if self._has_moved and not turn:  # not earlier: the present gradients are in this pass's shares
             self._has_moved = False

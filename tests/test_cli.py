@@ -1119,7 +1119,9 @@ def test_help_and_version_of_the_entry_point() -> None:
 
 def test_the_entry_point_is_there() -> None:
     """What pyproject.toml names; the package as it was installed may be older than these files."""
-    (name,) = re.findall(r'^\[project.scripts\]\nstretto = "([\w.:]+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    (name,) = re.findall(
+        r'^\[project.scripts\]\nstretto = "([\w.:]+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
+    )
     module, _, function = name.partition(":")
     assert callable(getattr(importlib.import_module(module), function))
     assert f'py-modules = ["{module}"]' in (ROOT / "pyproject.toml").read_text()

@@ -68,9 +68,7 @@ def save_picture(timeline: Timeline, path: str | os.PathLike[str], passes: Colle
         written = {"Date": None} if kind == ".svg" else {"Software": None}
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings(
-                    "ignore", "Glyph .* missing from font"
-                )  # a box stands there, or in SVG the text
+                warnings.filterwarnings("ignore", "Glyph .* missing from font")  # a box stands there, or SVG's text
                 figure.savefig(path, format=kind[1:], dpi=100, metadata=written)
         except OSError as error:
             raise PictureError(f"the picture cannot be written: {error}") from error

@@ -1045,8 +1045,10 @@ def test_the_compiler_takes_an_attached_module_whole_and_once() -> None:
                 compiled(x(1.0))
 
     torch._dynamo.reset()
+    before = torch._dynamo.convert_frame.FRAME_COUNTER
     run_ranks(worker, 2)
     assert counter.frame_count == 1
+    assert torch._dynamo.convert_frame.FRAME_COUNTER == before + 1, "frames of ours, which it may refuse"
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is (deprecated|not supported):DeprecationWarning")

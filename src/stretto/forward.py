@@ -242,6 +242,7 @@ def lowest(slot: Any) -> Any:
     return slot
 
 
+@left_uncompiled
 def called_from(frame: FrameType, module: torch.nn.Module | None) -> Any:
     """The module that was called where this frame is the caller of its slot: a copy, or the attached one."""
     if frame.f_code is not _CALLS_THE_SLOT:

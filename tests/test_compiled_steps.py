@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -227,3 +230,30 @@ def outcomes() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("program", [program.__name__ for program in PROGRAMS])
 def test_compiled_step(program: str, outcomes) -> None:
     assert [found[program] for found in outcomes] == ["fine"] * 2
+
+
+def by_default(rank: int, folder: str) -> None:
+    """Inductor: of the model in place, before and after it is attached, and of a whole step."""
+    os.environ |= {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/{rank}", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    for compile_first in (True, False):
+        model, alone = build(), build()
+        if compile_first:
+            model.compile()
+        with contextlib.closing(Handle(stretto.attach(model, bucket_cap_mb=1e-4))):
+            if not compile_first:
+                model.compile()
+            for number in range(3):
+                model.zero_grad()
+                backward(model, rank, number, steady=True)
+                mean = mean_over_ranks(alone, number, steady=True)
+                for parameter, wanted in zip(model.parameters(), mean, strict=True):
+                    torch.testing.assert_close(parameter.grad, wanted)
+        torch.compiler.reset()
+    compiled_step(rank, "inductor", steady=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
+def test_the_default_compiler(tmp_path: Path) -> None:
+    spawn_ranks(by_default, 2, str(tmp_path), timeout=280)

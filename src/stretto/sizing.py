@@ -1,10 +1,10 @@
 """A plan whose buckets have the size that was asked for, or one that suits the transport.
 
 Between hosts, that size follows from the cost of an all-reduce there, which is measured once, when ranks attach. A
-message of c bytes takes a + c / B seconds. Small messages leave early, and little is left when backward has ended. But
-the smaller they are, the larger is the part of their time taken by a, in which no byte moves. At c = a B that part is
-half (n 1/2 in Hockney, "The communication challenge for MPP", Parallel Computing 20, 1994). Here it is to be a third at
-most,
+message of c bytes takes a + c / B seconds; what is measured of a gets 4 ms more, for cores that compute. Small messages
+leave early, and little is left when backward has ended. But the smaller they are, the larger is the part of their time
+taken by a, in which no byte moves. At c = a B that part is half (n 1/2 in Hockney, "The communication challenge for
+MPP", Parallel Computing 20, 1994). Here it is to be a third at most,
 
     c = 2 a B
 

@@ -73,11 +73,6 @@ class Elsewhere(defaultdict[torch.Tensor, Any]):
     def __bool__(self) -> bool:
         return self._shares.has_begun
 
-    @property
-    def has_shares(self) -> bool:
-        """Whether there is a state, of which this rank has shares."""
-        return bool(self._shares.inner.state)
-
     def refuse(self) -> NoReturn:
         """Raise."""
         raise UnsupportedError(
@@ -196,8 +191,7 @@ class Guard:
         if all(_is_zero(group.get("lr")) for group in optimizer.param_groups):
             return  # torch's get_optimizer_state_dict and set_optimizer_state_dict do so, to have a state
         self._has_lost_state = False  # and the hook stays: torch goes through them
-        state = optimizer.state
-        if isinstance(state, Elsewhere) and state.has_shares:  # torch.distributed.checkpoint has loaded it
+        if isinstance(optimizer.state, Elsewhere) and optimizer.state:  # torch.distributed.checkpoint has loaded it
             return
         kind = type(getattr(optimizer, "original", optimizer)).__name__
         log.warning(

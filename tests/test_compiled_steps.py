@@ -254,6 +254,6 @@ def by_default(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="there is no C++ compiler")
 def test_the_default_compiler(tmp_path: Path) -> None:
     spawn_ranks(by_default, 2, str(tmp_path), timeout=280)

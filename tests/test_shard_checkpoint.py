@@ -408,6 +408,19 @@ def test_what_state_dict_gave_each_rank_is_loaded_again(run: Any, name: str) -> 
     run(worker, 3)
 
 
+def test_a_look_at_the_state_on_one_rank_before_it_is_sharded_is_no_state() -> None:
+    """Ranks disagreed whether to take torch's first step."""
+
+    def worker(transport: Any) -> bool:
+        model, sync = attached(transport)
+        plain = OPTIMIZERS["AdamW"](model.parameters())
+        if transport.rank == 0:
+            assert plain.state[next(model.parameters())] == {}
+        return bool(stretto.shard(plain, sync).state)
+
+    assert run_ranks(worker, 2) == [False, False]
+
+
 def test_ranks_must_not_be_given_states_of_other_parameters() -> None:
     def worker(transport: Any) -> str:
         model, sync = attached(transport)

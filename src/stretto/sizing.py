@@ -1,16 +1,17 @@
 """A plan whose buckets have the size that was asked for, or one that suits the transport.
 
 Between hosts, that size follows from the cost of an all-reduce there, which is measured once, when ranks attach. A
-message of c bytes takes a + c / B seconds; what is measured of a gets 4 ms more, for cores that compute. Small messages
-leave early, and little is left when backward has ended. But the smaller they are, the larger is the part of their time
-taken by a, in which no byte moves. At c = a B that part is half (n 1/2 in Hockney, "The communication challenge for
-MPP", Parallel Computing 20, 1994). Here it is to be a third at most,
+message of c bytes takes a + c / B seconds. Small messages leave early, and little is left when backward has ended. But
+the smaller they are, the larger is the part of their time taken by a, in which no byte moves. At c = a B that part is
+half (n 1/2 in Hockney, "The communication challenge for MPP", Parallel Computing 20, 1994). Here it is to be a third at
+most,
 
     c = 2 a B
 
-so buckets are small on a slow link and large on a fast one. Sizes are rounded to powers of two, so that the next run on
-the same link mostly gets the same sizes: with more than two ranks, the order in which Gloo's ring sums depends on where
-buckets are cut. A sixteenth is added, so that matrices whose sizes are powers of two fit in together with their biases.
+where a is the latency that was measured, and ``BUSY_SECONDS``. So buckets are small on a slow link and large on a fast
+one. Sizes are rounded to powers of two, so that the next run on the same link mostly gets the same sizes: with more
+than two ranks, the order in which Gloo's ring sums depends on where buckets are cut. A sixteenth is added, so that
+matrices whose sizes are powers of two fit in together with their biases.
 """
 
 from __future__ import annotations

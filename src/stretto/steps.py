@@ -39,7 +39,7 @@ class StepWatch(Listeners):
         self.told = weakref.WeakSet[torch.optim.Optimizer]()
         """Those of which some handle has told what they step beside it: others would tell the same."""
         self.averaged = WeakTensorKeyDictionary()
-        """Its keys: what was given to ``stretto.reduce`` and has not been stepped with since."""
+        """A set, by identity, that lets them go: what ``stretto.reduce`` was given and was not stepped with since."""
 
     @left_uncompiled
     def begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -67,7 +67,7 @@ class Shares:
         self._number, self._has_moved = len(self.peers.seat.steps), False
         """Place of its count of steps; whether groups were followed since the last step."""
         self.peers.seat.steps.append(0)
-        self.has_begun = bool(optimizer.state)  # as Adagrad's is before its first step
+        self.has_begun = any(optimizer.state.values())  # as Adagrad's before its first step; a look-up leaves {}
         """Whether there may be a state: the same on all ranks, also where one has no share of it."""
         self._has_told = False
         """Of parameters in memory shared with other processes."""

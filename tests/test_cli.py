@@ -40,6 +40,7 @@ from stretto.cli.launch import Failure, first_failure
 from stretto.cli.launched import Launched, RanksOfHost, is_launched
 from stretto.cli.link import Link, parse_bandwidth, parse_latency
 from stretto.cli.machine import Interface, look_at_machine
+from stretto.cli.ranks import number_of_ranks
 from stretto.cli.reach import GlooInterface, Reached, reach_the_store, what_gloo_chooses
 from stretto.cli.speed import Speed, Timing, _transports
 from stretto.cli.streams import Streams, Traceback, last_traceback
@@ -340,6 +341,37 @@ def test_run_refuses_what_there_are_no_descriptors_for(tmp_path: Path) -> None:
     told = re.sub(r"\d+ of 16", "? of 16", done.stderr.removeprefix("stretto: "))
     assert told.splitlines() == ["--ranks 2: needs 34 more open files, and ? of 16 are left (ulimit -n)"]
     assert done.returncode == 2
+
+
+def test_run_takes_the_words_of_torchrun(tmp_path: Path) -> None:
+    done = command("run", "--nproc-per-node", "cpu", "--json", script(tmp_path, ""))
+    assert (done.returncode, json.loads(done.stdout)["ranks"]) == (0, cores())
+
+
+@pytest.mark.parametrize(
+    "given, device, count",
+    [
+        ("auto", "cuda", 8),
+        ("gpu", "cuda", 8),
+        ("xpu", "xpu", 8),
+        ("cpu", "cuda", cores()),
+        ("auto", None, cores()),
+        ("3", "cuda", 3),
+        ("gpu", "xpu", 0),
+        ("gpu", None, 0),
+        ("xpu", "cuda", 0),
+    ],
+)
+def test_a_rank_for_each_device(given: str, device: str | None, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = None if device is None else torch.device(device)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+    if count:
+        assert number_of_ranks(given) == count
+        return
+    with pytest.raises(CommandError) as refused:
+        number_of_ranks(given)
+    assert str(refused.value) == f"--ranks {given}: torch finds no such device here"
 
 
 def read_until(fd: int, end: bytes) -> bytes:
@@ -1221,6 +1253,7 @@ def lazy(): return torch.nn.LazyLinear(1)
 
 REFUSED = [
     ("run --ranks 0 script.py", 2, "--ranks 0: must be 1 or more"),
+    ("run --ranks 2.5 script.py", 2, "--ranks 2.5: must be a number, or auto, cpu, gpu or xpu"),
     ("run nowhere.py", 2, "nowhere.py: no such script"),
     (
         "run script.py:fine",

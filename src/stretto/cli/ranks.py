@@ -7,6 +7,9 @@ import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
+from ..cores import cores
 from ..quiet import quietly
 from ..system_memory import available_bytes
 from ..terminal import progress
@@ -22,6 +25,32 @@ RANKS = 2
 _LOOK_SECONDS = 0.05
 LEAST = 64 * 2**20
 """Least memory, in bytes, of a process that has imported torch."""
+_DEVICES = {"gpu": "cuda", "xpu": "xpu"}
+
+
+def number_of_ranks(given: str) -> int:
+    """How many ``--ranks`` asks for: a number or, as for torchrun, a word.
+
+    ``auto`` is one for each accelerator of this host, or for each core if there is none; ``gpu`` and ``xpu`` insist on
+    such a device, ``cpu`` on cores.
+
+    Raises:
+        CommandError: it is neither, less than 1, or there is no such device.
+    """
+    if given not in ("auto", "cpu", *_DEVICES):
+        try:
+            number = int(given)
+        except ValueError:
+            raise CommandError(f"--ranks {given}: must be a number, or auto, cpu, gpu or xpu") from None
+        if number < 1:
+            raise CommandError(f"--ranks {number}: must be 1 or more")
+        return number
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if given == "cpu" or (given == "auto" and found is None):
+        return cores()
+    if found is None or _DEVICES.get(given, found.type) != found.type:
+        raise CommandError(f"--ranks {given}: torch finds no such device here")
+    return torch.accelerator.device_count()
 
 
 def check_room(ranks: int) -> None:

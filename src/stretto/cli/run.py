@@ -14,7 +14,7 @@ import typer
 
 from ..cores import threads_per_rank
 from .console import AsJson, CommandError, note, say_json
-from .ranks import check_descriptors, check_room
+from .ranks import check_descriptors, check_room, number_of_ranks
 
 _USAGE = 2
 """Exit code of a program that is given an unknown option."""
@@ -48,7 +48,14 @@ def _refuse_meeting(value: str | None) -> None:
 def run(
     program: Annotated[str, typer.Argument(help="The script, or with -m the module.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Passed to the script unchanged.")] = None,
-    ranks: Annotated[int, typer.Option(*_RANKS, help="Number of ranks, all on this host.")] = 2,
+    ranks: Annotated[
+        str,
+        typer.Option(
+            *_RANKS,
+            metavar="N|auto",
+            help="Number of ranks, all on this host; auto: one for each accelerator, or core if there is none.",
+        ),
+    ] = "2",
     module: Annotated[bool, typer.Option("--module", "-m", help="PROGRAM is a module, as for python -m.")] = False,
     as_json: AsJson = False,
     _hosts: Annotated[str | None, typer.Option(*_HOSTS, hidden=True, callback=_refuse_hosts)] = None,
@@ -62,23 +69,22 @@ def run(
     When a rank fails, all are ended, its traceback is printed last, and its exit code (or 128 + signal) is that of the
     command.
     """
-    if ranks < 1:
-        raise CommandError(f"--ranks {ranks}: must be 1 or more")
+    count = number_of_ranks(ranks)
     named = program if module or not program.startswith("-") else os.path.join(".", program)  # else python's own option
     command = [*(["-m"] if module else []), named, *(arguments or [])]
     if sys.platform == "win32":
-        line = f"--nproc-per-node {ranks} {' '.join(command)}"
+        line = f"--nproc-per-node {count} {' '.join(command)}"
         raise CommandError(f"stretto run does not work on Windows: use torchrun {line}")
-    check_room(ranks)
-    check_descriptors(ranks)
+    check_room(count)
+    check_descriptors(count)
     _check(program, module)
     from .launch import launch, signal_name  # torch's launcher takes a while to import
 
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(count)))
     sys.stdout.flush()
     out = sys.stderr.buffer if as_json else sys.stdout.buffer
     began = time.monotonic()
-    outcome = launch(command, ranks, out, sys.stderr.buffer)
+    outcome = launch(command, count, out, sys.stderr.buffer)
     if outcome.stopped_by is not None:
         note(f"stopped by {signal_name(outcome.stopped_by)}; all ranks have ended")
     elif (failure := outcome.failure) is not None:
@@ -96,7 +102,7 @@ def run(
     if as_json:
         first = asdict(outcome.failure) if outcome.failure else None
         seconds = time.monotonic() - began
-        say_json({"ranks": ranks, "exit_code": outcome.code, "seconds": seconds, "first_failure": first})
+        say_json({"ranks": count, "exit_code": outcome.code, "seconds": seconds, "first_failure": first})
     return outcome.code
 
 

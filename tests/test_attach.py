@@ -673,6 +673,10 @@ def test_unknown_arguments_and_values() -> None:
             "attach: there is no argument bucket_cap=. Use one of: bucket_cap_mb.",
         ),
         (
+            {"besides": []},
+            "attach: there is no argument besides=. Use one of: beside.",
+        ),
+        (
             {"lr": 3},
             "attach: there is no argument lr=. Use one of: module, process_group, process_groups, transport, "
             "bucket_cap_mb, last_bucket_cap_mb, buffers, init_sync, ignore, reduce, weighted, predivide_factor, "

@@ -118,6 +118,23 @@ class TestSurface:
             "DistributedDataParallel: there is no argument delay_allreduce=. Write delay=."
         )
 
+    def test_a_misspelt_argument_is_answered_with_the_one_that_there_is(self):
+        """``device_id=`` was answered as by ``attach``: to leave out what the class has as ``device_ids=``."""
+        with pytest.raises(UnsupportedError) as caught:
+            DistributedDataParallel(torch.nn.Linear(1, 1), device_id=[0], device_meshs=None)
+        assert str(caught.value) == (
+            "DistributedDataParallel: there is no argument device_id=. Use one of: device_ids.\n"
+            "DistributedDataParallel: there is no argument device_meshs=. Use one of: device_mesh."
+        )
+
+    def test_beside_is_answered_with_where_there_is_one(self):
+        with pytest.raises(UnsupportedError) as caught:
+            DistributedDataParallel(torch.nn.Linear(1, 1), beside=[])
+        assert str(caught.value) == (
+            "DistributedDataParallel: there is no argument beside=. Leave it out where the models are on one process "
+            "group; else attach the later one by stretto.attach(model, beside=[wrapper.synchronizer])."
+        )
+
     def test_options_of_attach_are_keywords_of_the_drop_in(self):
         ours = inspect.signature(DistributedDataParallel.__init__).parameters
         elsewhere = {"module", "transport", "beside", "unknown"}

@@ -44,7 +44,7 @@ class DistributedDataParallel(TorchSurface):
 
     - ``find_unused_parameters``, ``static_graph``, ``gradient_as_bucket_view``, ``batched_grad_copy``,
       ``skip_all_reduce_unused_params`` and ``delay_all_reduce_named_params`` are accepted and change nothing: any graph
-      is right, and ``.grad`` is a view of its bucket.
+      is right, and ``.grad`` lies in its bucket.
     - ``no_sync`` counts where ``backward`` runs; what only a forward inside has produced is not reduced either.
     - Forward never communicates (except for a buffer hook, and where ``join()`` is to throw): ``forward_sync_buffers``
       (``broadcast_buffers``) sends rank 0's buffers at the end of backward. Evaluation on one rank alone works.
@@ -57,7 +57,7 @@ class DistributedDataParallel(TorchSurface):
         bucket_cap_mb_list, forward_sync_buffers: as in torch; the largest of a list of caps counts.
         mixed_precision: as in torch; outside of forward, and in ``state_dict``, parameters are never in low precision.
         last_bucket_cap_mb, buffers, ignore, reduce, weighted, predivide_factor, reduce_dtype, delay, launch_after,
-            process_groups, check_every, sparse, transport: as in :func:`stretto.attach`.
+            process_groups, check_every, sparse, transport (its name): as in :func:`stretto.attach`.
 
     Raises:
         UnsupportedError: an argument that stretto does not support.

@@ -36,6 +36,8 @@ INSTEAD = {
     "bucket_cap_mb_list": "Write bucket_cap_mb=.",
     "delay_all_reduce_named_params": _MEANS_TOO,
     "param_to_hook_all_reduce": _MEANS_TOO,
+    "beside": "Leave it out where the models are on one process group; else attach the later one by "
+    "stretto.attach(model, beside=[wrapper.synchronizer]).",
     "device_mesh": "Use stretto.DistributedDataParallel(model, device_mesh=...).",
     "mixed_precision": "Use torch.autocast around forward, or stretto.DistributedDataParallel(model, "
     "mixed_precision=...); reduce_dtype= is only the dtype in which gradients travel.",
@@ -54,7 +56,8 @@ INSTEAD = {
     "shared_param": "Leave it out: parameters that layers share are right anyway.",
     "prof": "Leave it out: stretto trace shows what happens in a pass.",
 }
-"""What to write for arguments of torch's DistributedDataParallel and of Apex's that ``attach`` does not have."""
+"""What to write for arguments of torch's DistributedDataParallel and of Apex's that ``attach`` does not have, and for
+those of ``attach`` that the drop-in does not have."""
 
 
 def refuse_arguments(call: Callable[..., object], unknown: Collection[str]) -> None:
@@ -62,9 +65,10 @@ def refuse_arguments(call: Callable[..., object], unknown: Collection[str]) -> N
     if not unknown:
         return
     known = [*inspect.signature(call).parameters][:-1]
+    elsewhere = INSTEAD.keys() - {*known}  # the drop-in has most of torch's
     lines = []
     for name in unknown:
-        theirs = difflib.get_close_matches(name, INSTEAD, 1, 0.9)  # misspelt, and no other one: the advice differs
+        theirs = difflib.get_close_matches(name, elsewhere, 1, 0.9)  # misspelt, and no other one: the advice differs
         near = ", ".join(difflib.get_close_matches(name, known, 1) or known)
         advice = INSTEAD[theirs[0]] if theirs else f"Use one of: {near}."
         lines.append(f"{call.__name__}: there is no argument {name}=. {advice}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import contextlib
 import importlib
 import inspect
@@ -80,6 +81,22 @@ def test_readme_shows_what_overlap_draws_and_no_place_is_left_empty() -> None:
     text = (ROOT / "README.md").read_text()
     assert "bucket 0 " in text and "exposed " in text
     assert not re.search(r"^[A-Z]{4,}$", text, re.MULTILINE)
+
+
+def test_every_exception_is_explained_and_is_what_the_page_says() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    rows = text.partition("## What stretto raises")[2].partition("\n## ")[0]
+    first = [line.split(" | ")[0] for line in rows.splitlines() if line.startswith("| `")]
+    said = [
+        [name.rpartition(".")[2] for name in re.findall(r"`([\w.]+)`", one)]
+        for cell in first
+        for one in cell.split("; ")
+    ]
+    everything = {**vars(builtins), **vars(stretto.errors), **vars(stretto.plots), **vars(stretto)}
+    for name, *bases in said:
+        assert all(issubclass(everything[name], everything[base]) for base in bases), name
+    explained = {name for name, *_ in said} | {"StrettoError"}
+    assert explained >= {name for name in stretto.__all__ if name.endswith("Error")}
 
 
 def test_version_stands_in_the_changelog() -> None:
@@ -343,7 +360,7 @@ def test_the_program_of_the_checkpoints_page_goes_on_where_it_was_stopped(tmp_pa
 
 
 def test_what_the_troubleshooting_page_quotes_is_what_stretto_says() -> None:
-    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    text = (ROOT / "docs" / "troubleshooting.md").read_text().partition("\n## What stretto raises")[0]
     cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| ") and "---" not in line]
     quoted = [phrase for cell in cells for phrase in re.findall(r"`([^`]+)`", cell)]
     sources = [ast.parse(path.read_text()) for path in (ROOT / "src" / "stretto").rglob("*.py")]

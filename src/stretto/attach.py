@@ -121,7 +121,7 @@ def attach(
             group is initialised; ``"shared_memory"`` is not available; an argument has a wrong type, or names what the
             module does not have; torch's DistributedDataParallel already holds these parameters.
         AlreadyAttachedError: all parameters are attached already.
-        ModelMismatchError: the ranks differ; all name the same difference. Nothing is left attached.
+        ModelMismatchError: the ranks differ (all name the same difference), or another cannot attach. None is attached.
         UnsupportedError: there is no such argument, or it does not take such a value.
         CommunicationError: a rank does not call ``attach``; it says where all ranks are. ``PeerError`` if that rank has
             failed, ended or died. ``backward`` raises the same later on.

@@ -40,7 +40,7 @@ class AlreadyAttachedError(SetupError):
 
 
 class ModelMismatchError(SetupError):
-    """The ranks hold different models or asked for different options."""
+    """The ranks hold different models or asked for different options, or another rank cannot do what all were to."""
 
 
 class UnsupportedError(SetupError, TypeError):

@@ -36,7 +36,7 @@ def measure(rank: int, megabytes: int, count: int, rounds: int) -> dict[str, lis
             work.wait()
 
     contestants = {
-        "one broadcast a tensor, as PR 4978 found it": one_by_one,
+        "one broadcast a tensor": one_by_one,
         "one broadcast a tensor, all under way at once": one_by_one_async,
         "torch's coalescing, 250 MiB": lambda: dist._broadcast_coalesced(
             dist.group.WORLD, tensors, 250 * 1024 * 1024, 0

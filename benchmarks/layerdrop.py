@@ -2,9 +2,10 @@
 
     python benchmarks/layerdrop.py [--rounds 60] [--drop 0.2] [--json FILE]
 
-Two ranks, one thread each, Gloo on loopback; 12 encoder layers of width 128, batch 4 x 64, SGD. In each step layers
-are dropped with the given probability (Fan et al., 2019), the same on both ranks or on each by itself. Contestants
-run the same layers in the same round. Ratios are to the model without any communication.
+Two ranks, one thread each, stretto through shared memory and torch over Gloo on loopback; 12 encoder layers of width
+128, batch 4 x 64, SGD. In each step layers are dropped with the given probability (Fan et al., 2019), the same on both
+ranks or on each by itself. Contestants run the same layers in the same round. Ratios are to the model without any
+communication.
 """
 
 from __future__ import annotations

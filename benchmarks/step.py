@@ -12,7 +12,7 @@ network: ResNet18, batch 16 of 64 x 64, one rank on each of two hosts that are e
          Communication alone is one all-reduce of all gradients with nothing to compute. Beside it, what these layers
          on this link take at least, calculated (least.py): forward needs parameters before backward gives gradients.
 memory:  what parameters and optimizer state take of a rank's proportional set size (/proc/self/smaps_rollup), that is,
-         memory that ranks share is divided among them.
+         memory that ranks share is divided among them. "Over unsharded" is of the rank that has most.
 
 Contestants take turns within a round; figures are medians over rounds with quartiles.
 """

@@ -16,6 +16,7 @@ from models import Fails
 from test_shared_memory import shared
 
 import stretto
+from stretto import spot_checks
 from stretto.check import check_replicas
 from stretto.errors import PeerError
 from stretto.footer import Footer
@@ -133,19 +134,23 @@ def test_a_rank_that_steps_for_all_is_no_drift(caplog: pytest.LogCaptureFixture)
     assert run(caplog, worker) == []
 
 
-@pytest.mark.parametrize("after", [3, 7, 100, 1500])
+@pytest.mark.parametrize(("after", "every"), [(3, 1024), (7, 1024), (100, 1024), (130, 32)])
 def test_what_parts_later_is_told_of_while_the_run_is_not_twice_as_long(
-    caplog: pytest.LogCaptureFixture, after: int
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, after: int, every: int
 ) -> None:
+    """In the end every 1,024 passes; here more often, since a run is long before those are no powers of two."""
+    assert spot_checks._EVERY == 1024
+    monkeypatch.setattr(spot_checks, "_EVERY", every)
+
     def worker(transport: LocalTransport) -> None:
         one = Run(transport)
         one.step(after)
         if transport.rank == 1:
             one.move()
-        one.step(min(after, 1024) + 2)
+        one.step(min(after, every) + 2)
 
     (told,) = run(caplog, worker)
-    due = next(number for number in range(after + 1, 4096) if math.log2(number) % 1 == 0 or number % 1024 == 0)
+    due = next(number for number in range(after + 1, 4096) if math.log2(number) % 1 == 0 or number % every == 0)
     assert told.startswith(f"pass {due + 1} of Sequential: ")
 
 

@@ -710,7 +710,7 @@ def test_who_waits_for_a_killed_rank_raises_within_seconds(model, call, what):
     assert code == -signal.SIGKILL
     pid, when = died.split()
     raised, text = told.split("\n", 1)
-    assert float(raised) - float(when) < 2
+    assert float(raised) - float(when) < 2, "told late"
     assert text == (
         f"rank 0: {what} failed: rank 1 (pid {pid}) died without a word.\n"
         "Remove the cause and start again, on all ranks.\n"

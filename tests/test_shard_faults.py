@@ -193,7 +193,7 @@ def check_survivors(way: Way, ranks: list[Rank], victim: int, killed: float) -> 
         raised, text, steps, looks, seen, again, mapped = rank.hear() if found == "attached" else found
         assert dead in text or "(it was detached)" in text, text  # by the other one, which has learnt of it before
         texts.append(text)
-        assert raised - killed < SOON, text
+        assert raised - killed < SOON, f"told late: {text}"
         assert again, "it steps on"
         if seen:
             assert not any(looks), (number, steps, looks)

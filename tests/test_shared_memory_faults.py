@@ -143,7 +143,7 @@ def check_survivors(ranks: list[Rank], victim: int, killed: float) -> None:
             continue
         raised, text, mapped = outcome(rank)
         assert dead in text, text
-        assert raised - killed < SOON, text
+        assert raised - killed < SOON, f"told late: {text}"
         assert mapped == 0, (number, mapped)
         assert rank.end() == 0
         assert rank.complaints.read_text() == ""

@@ -358,8 +358,12 @@ def test_a_rank_that_cannot_write_or_read_its_share_is_told_of(
         kept = state.state_dict() if loads else {}
         if transport.rank == 1:
             fails.here = True
+            before = [{**group} for group in sharded.param_groups]
+            for group in kept.get("param_groups", ()):
+                group["lr"], group["of another"] = 7.0, True
             with pytest.raises(MemoryError):
                 state.load_state_dict(kept) if loads else state.state_dict()
+            assert [{**group} for group in sharded.param_groups] == before
         with pytest.raises(stretto.CommunicationError) as told:
             train(model, sharded, transport.rank, range(2, 3))
         return str(told.value)

@@ -781,6 +781,28 @@ def test_what_several_ranks_write_in_one_memory_is_told_of(
     ]
 
 
+@pytest.mark.parametrize(("behind", "told"), [(13, 0), (16, 1), (20, 0), (24, 1)])
+def test_after_the_first_steps_writes_are_looked_for_now_and_then(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, behind: int, told: int
+) -> None:
+    """After steps that are powers of two, and in the end every 1,024; here every 24. A few, every fourth, do not count:
+    after these all may have loaded the best weights."""
+    assert writings._EVERY == 1024
+    monkeypatch.setattr(writings, "_EVERY", 24)
+
+    def worker(transport: Any) -> None:
+        model = copy.deepcopy(START)
+        sharded = stretto.shard(adam(model), stretto.attach(model, transport=transport))
+        train(model, sharded, transport.rank, behind)
+        transport.all_gather_object(None)
+        halve(model, (0, 1), transport.rank)
+        transport.all_gather_object(None)
+        train(model, sharded, transport.rank, 1)
+
+    shared(worker, 2)
+    assert len(of_writes(caplog)) == told
+
+
 @pytest.mark.parametrize(("bound", "tells"), [(100.0, 0), (0.5, 1)])
 def test_a_clamp_that_changes_nothing_is_not_told_of(
     caplog: pytest.LogCaptureFixture, bound: float, tells: int

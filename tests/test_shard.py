@@ -1410,6 +1410,21 @@ def test_what_is_withheld_goes_with_the_optimizer(carrier: Any, how: str) -> Non
     carrier(worker, 3)
 
 
+def given_back_over_gloo(rank: int) -> list[float]:
+    """Nothing is shared there, so no rank has more than its share before."""
+    model = torch.nn.Linear(4, 4, bias=False)
+    sync = stretto.attach(model, transport="process_group")
+    sharded = stretto.shard(torch.optim.SGD(model.parameters(), lr=0.1), sync, keep_grads=False)
+    model(torch.full((1, 4), 1.0 + rank)).sum().backward()
+    sharded.unshard()
+    return model.weight.grad.unique().tolist()
+
+
+@pytest.mark.ranks
+def test_gradients_that_wait_for_a_step_are_whole_behind_unshard() -> None:
+    assert spawn_ranks(given_back_over_gloo, 2) == [[1.5], [1.5]]
+
+
 # By itself
 
 

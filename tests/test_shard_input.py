@@ -338,6 +338,8 @@ def test_alone_the_same_is_refused() -> None:
     with pytest.raises(stretto.SetupError) as caught:
         stretto.shard(adam(torch.nn.Linear(3, 2)), sync)
     assert str(caught.value).startswith("shard: parameter 0 of group 0, (2, 3), is stepped by the optimizer")
+    with pytest.raises(stretto.UnsupportedError, match=r"^shard: LBFGS cannot be divided over ranks: tried on small"):
+        stretto.shard(torch.optim.LBFGS(model.parameters()), sync)
     sharded = stretto.shard(adam(model), sync)
     with pytest.raises(stretto.SetupError) as caught:
         stretto.shard(adam(model), sync)

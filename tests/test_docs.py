@@ -132,8 +132,9 @@ def test_commands_of_the_docs_run(with_scripts: Path) -> None:
         done = warm_programs.run(["-m", *line.split()], cwd=with_scripts, timeout=100)
         assert done.returncode == int(code or 0), (line, done.stderr)
         printed = {beginning_of(one) for one in (done.stdout + done.stderr).splitlines()}
-        missing = {beginning_of(one) for one in shown.splitlines()} - printed - {"...", ""}
-        assert len(missing) <= UNSTEADY, f"{line} prints nothing like {missing}"
+        wanted = {beginning_of(one) for one in shown.splitlines()} - {"...", ""}
+        missing = wanted - printed
+        assert len(missing) <= min(UNSTEADY, len(wanted) // 3), f"{line} prints nothing like {missing}"
 
 
 def beginning_of(line: str) -> str:

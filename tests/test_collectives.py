@@ -215,6 +215,24 @@ def test_attaching_cuts_large_state_into_messages_of_10_mb():
         assert max(sent) <= MESSAGE_BYTES
 
 
+def test_no_more_than_two_of_the_messages_are_in_memory_at_a_time():
+    """A model that fills half of the memory could not be attached otherwise."""
+
+    def worker(inner):
+        said, tensors = [], [torch.full((10,), float(number)) for number in range(5)]
+        transport = RecordingTransport(inner)
+
+        def wait(work, what):
+            work.wait()
+            said.append(kinds(transport.calls).count("broadcast") - len(said))
+
+        broadcast_coalesced(tensors, transport, wait)
+        return said
+
+    with mock.patch("stretto.broadcast.MESSAGE_BYTES", 40):
+        assert run_ranks(worker, 2) == [[2, 2, 2, 2, 1]] * 2
+
+
 def test_attaching_with_init_sync_off_sends_nothing():
     models = [build("cnn") for _ in range(2)]
 

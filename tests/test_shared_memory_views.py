@@ -16,6 +16,7 @@ import stretto
 from stretto.testing import run_ranks
 from stretto.transport import LocalTransport, SharedMemoryTransport, choose, ordinary
 from stretto.transport.host import Host
+from stretto.transport.memory import LINE_BYTES
 from stretto.transport.page import Page, Peer
 from stretto.transport.shared_memory import SMALL_BYTES
 from stretto.transport.staging import Staging
@@ -50,6 +51,18 @@ def test_what_was_first_used_in_inference_mode_serves_training(numel: int) -> No
         return found
 
     assert run_ranks(worker, 2) == [[2.0] * 4] * 2
+
+
+def test_memory_begins_at_a_line_of_the_cache_whatever_lies_before_it() -> None:
+    """Some kernels round differently where data does not; and another dtype may follow a single byte."""
+
+    def worker(base: LocalTransport) -> set[int]:
+        transport = shared(base)
+        sizes = [(1, torch.uint8), (3, torch.float64), (5, torch.bfloat16), (7, torch.complex128), (129, torch.uint8)]
+        kept = [transport.allocate(numel, dtype, CPU) for numel, dtype in sizes * 2]
+        return {one.data_ptr() % LINE_BYTES for one in kept}
+
+    assert run_ranks(worker, 2) == [{0}, {0}]
 
 
 def test_a_reduction_amid_an_evaluation_does_not_end_the_training() -> None:

@@ -427,3 +427,26 @@ def test_with_a_comm_hook_a_change_is_refused_in_the_same_pass_on_all_ranks() ->
         )
 
     assert run_ranks(worker, 2) == [["stepped"] * 3 + [refused(rank)] for rank in range(2)]
+
+
+def test_what_a_rank_kept_before_it_gave_nothing_to_the_pass_in_which_all_follow_is_in_the_next_mean() -> None:
+    """It is known by its place in the plan, and has another one in the new plan."""
+
+    def worker(transport: LocalTransport) -> tuple[list[float | None], int]:
+        layers, found = torch.nn.ModuleList([torch.nn.Linear(1, 1, bias=False) for _ in range(3)]), []
+        sync = stretto.attach(layers, transport=transport, check_every=0)
+        for number in range(1, 6):
+            if number != 4 or transport.rank == 0:
+                layers.zero_grad()
+            if number == 3:
+                layers[0].requires_grad_(False)
+            if number == 3 and transport.rank == 1:
+                with sync.no_sync():
+                    (layers[2].weight * 4).sum().backward()
+                sync.shadow_pass()
+            else:
+                sum(layer.weight.sum() for layer in (layers[1:2] if number == 4 else layers)).backward()
+            found.append(of(layers[2].weight))
+        return found, len(sync.plan.parameters)
+
+    assert run_ranks(worker, 2) == [([1.0, 1.0, third, 2.0, 1.0], 2) for third in (0.5, 4.0)]

@@ -1128,6 +1128,13 @@ def test_kinds_that_are_refused() -> None:
     )
 
 
+def test_whole_parameters_go_to_the_rank_that_has_least_so_far_the_largest_first() -> None:
+    sizes = [4, 5, 6, 7, 8]
+    specs = describe_parameters({str(size): torch.nn.Parameter(torch.empty(size)) for size in sizes})
+    owned = [whole_pieces_of(plan_buckets(specs), rank, 2, range(5)) for rank in range(2)]
+    assert [sorted(piece.numel for piece in pieces) for pieces in owned] == [[4, 5, 8], [6, 7]]
+
+
 @given(numel=st.integers(1, 5000), start=st.integers(0, 300), first=st.integers(0, 300), most=st.integers(64, 900))
 def test_parts_of_a_piece(numel: int, start: int, first: int, most: int) -> None:
     piece = Piece(3, 1, start, start + numel, first)

@@ -24,7 +24,7 @@ from stretto.reducer import reducer_of
 from stretto.survivors import Survivors
 from stretto.testing import run_ranks, spawn_ranks
 from stretto.transport import Transport
-from stretto.watch import ENTRY
+from stretto.watch import ENTRY, listen, stop_listening
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -193,6 +193,24 @@ def test_the_last_of_a_model_may_go_at_any_moment() -> None:
             del model
 
     run_ranks(worker, 2, timeout=20)
+
+
+def test_with_the_last_listener_torchs_tables_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry that is left in one of them would be taken for that of a later listener, who hears of nothing there."""
+
+    class Told:
+        def hear(self, owner: torch.nn.Module, item: object) -> None:
+            """What this is does not matter."""
+
+    tables: list[dict[object, object]] = [{}, {}, {}]
+    for kind, table in zip(("parameter", "module", "buffer"), tables, strict=True):
+        monkeypatch.setattr(torch_module, f"_global_{kind}_registration_hooks", table)
+    told = Told()
+    for _ in range(2):
+        listen(told.hear)
+        assert [[*table] for table in tables] == [[ENTRY]] * 3 and tables[0] == tables[1]
+        stop_listening(told.hear)
+        assert tables == [{}, {}, {}]
 
 
 def test_whom_the_collector_had_found_before_others_were_followed_is_no_survivor() -> None:

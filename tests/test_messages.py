@@ -389,6 +389,54 @@ def test_who_attaches_a_module_and_trains_another_is_told(
     assert [record.getMessage() for record in caplog.records] == [ANOTHER_IS_TRAINED.format(told)] * (what == "a copy")
 
 
+UNBROUGHT = (
+    "rank 0, before pass 1: 3 steps of {} with gradients of this rank only, since no backward has brought them: "
+    "weight, bias. Each rank steps with its own gradients.\n"
+    "Call stretto.reduce([p.grad for p in parameters]) before each step, with process_group= for other than all ranks: "
+    "so after torch.autograd.grad, torch.func.grad, and a pipeline that splits backward. If they are averaged in "
+    "another way, ignore this. Shown once."
+)
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("", [UNBROUGHT.format("SGD")]),
+        ("sharded", [UNBROUGHT.format("ShardedOptimizer")]),
+        ("few steps", []),
+        ("reduced", []),
+        ("zeros", []),
+        ("kept", [KEPT.format("before pass 1")]),
+    ],
+)
+def test_gradients_that_no_backward_has_brought_are_told_of_once(
+    caplog: pytest.LogCaptureFixture, what: str, told: list[str]
+) -> None:
+    """torch's class says nothing either. Zeros are those of the step in which torch makes an optimizer's state."""
+
+    def worker(transport: Transport) -> None:
+        model = torch.nn.Linear(2, 1)
+        sync = stretto.attach(model, transport=transport)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if what == "sharded":
+            optimizer = stretto.shard(optimizer, sync)
+        parameters = [*model.parameters()]
+        for _ in range(2 if what == "few steps" else 9):
+            loss = model(torch.full((1, 2), 0.0 if what == "zeros" else 1.0 + transport.rank)).sum()
+            for one, grad in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                one.grad = grad.zero_() if what == "zeros" else grad
+            if what == "reduced":
+                stretto.reduce([one.grad for one in parameters], transport=transport)
+            if what == "kept":
+                with sync.no_sync():
+                    model(torch.ones(1, 2)).sum().backward()
+            if transport.rank == 0 or what == "sharded":  # which hears of the steps of all threads
+                optimizer.step()
+
+    run_ranks(worker, 2)
+    assert [record.getMessage() for record in caplog.records] == told
+
+
 STEPPED_ALONE = (
     "rank 0, pass 1: SGD steps {}, which no handle averages, beside parameters that one does: each rank may train its "
     "own.\nAttach the module that holds all of them, or this part as well. If they are meant to differ, or are "

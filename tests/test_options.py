@@ -559,6 +559,7 @@ def test_replicas_that_part_are_named_on_every_rank_at_the_next_check(change: fl
                 f"  2.bias: ranks 0, 2 differ from rank 1 by up to {far}, in 1 of 2 elements\n"
                 "Something changed them on some ranks only, mostly one of these:\n"
                 "  - a step that one rank skipped, or took after a backward inside no_sync()\n"
+                "  - gradients that no backward brings, as of torch.autograd.grad: stretto.reduce averages them\n"
                 "  - batches that ran out on one rank inside join(): its optimizer and schedulers stood still "
                 "meanwhile\n"
                 "  - one backward more or fewer on one rank, as in an evaluation or after a break, which shifts its "

@@ -94,6 +94,7 @@ def check_replicas(
 _PARAMETERS = (
     "Something changed them on some ranks only, mostly one of these:\n"
     "  - a step that one rank skipped, or took after a backward inside no_sync()\n"
+    "  - gradients that no backward brings, as of torch.autograd.grad: stretto.reduce averages them\n"
     "  - batches that ran out on one rank inside join(): its optimizer and schedulers stood still meanwhile\n"
     "  - one backward more or fewer on one rank, as in an evaluation or after a break, which shifts its passes\n"
     "  - weights or an optimizer's state that only some ranks have loaded\n"

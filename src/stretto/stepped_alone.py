@@ -29,7 +29,8 @@ class SteppedAlone:
     """What an optimizer steps along with averaged parameters, and no handle averages: a head, say, next to an encoder.
 
     Nothing else would tell: its gradients reach no hook, and ranks are only compared in what is attached. Or all of it,
-    where another module was attached. And gradients that it steps before they were averaged.
+    where another module was attached. And gradients that it steps before they were averaged, or that nobody averages
+    since no backward has brought them.
 
     Args:
         queue: has the parameters that are averaged.
@@ -41,6 +42,7 @@ class SteppedAlone:
         self._queue, self._members = queue, members
         self._steps = self._all_steps = 0  # since the first pass: of what is averaged, and of any optimizer
         self._early_steps = 0  # before it, of nothing that a handle averages
+        self._unbrought_steps = 0  # and of what is averaged, with gradients that no backward has brought
         self._optimizer = ""  # the kind that made the last of these
         self._looks_alike = False  # whether what it stepped has all the shapes of what is attached
         self._reached = False  # by a backward that was not synchronised
@@ -76,6 +78,8 @@ class SteppedAlone:
             return
         own = ids_of([self._members])
         under_way = any(map(has_torch_function_unary, stepped))  # so a handle has it, and nothing of it is read
+        if self._unbrought_steps < OWN_STEPS and not under_way:
+            self._look_who_has_brought_them(optimizer)
         alone = not under_way and all(owner_of(one) is None and id(one) not in own for one in stepped)
         self._early_steps = self._early_steps + 1 if alone else 0
         self._optimizer = type(optimizer).__name__
@@ -96,6 +100,24 @@ class SteppedAlone:
             self._optimizer,
         )
         self._early_steps = 0
+
+    def _look_who_has_brought_them(self, optimizer: torch.optim.Optimizer) -> None:
+        """Of ``torch.autograd.grad``, say: no hook runs, and other ranks may be called only by the program."""
+        if not (names := self._own_of(optimizer, range(len(self._queue.names)))):
+            return
+        self._unbrought_steps += 1
+        if self._unbrought_steps == OWN_STEPS:
+            log.warning(
+                "%s: %s of %s with gradients of this rank only, since no backward has brought them: %s. Each rank "
+                "steps with its own gradients.\n"
+                "Call stretto.reduce([p.grad for p in parameters]) before each step, with process_group= for other "
+                "than all ranks: so after torch.autograd.grad, torch.func.grad, and a pipeline that splits backward. "
+                "If they are averaged in another way, ignore this. Shown once.",
+                self._queue.where,
+                counted(OWN_STEPS, "steps"),
+                type(optimizer).__name__,
+                name_list(names),
+            )
 
     def kept(self) -> None:
         """A backward is not synchronised, the first one that is not: from here on every step is looked at."""
@@ -124,11 +146,15 @@ class SteppedAlone:
             )
 
     def _kept_of(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        """Names of those that a backward without synchronisation has reached."""
+        return self._own_of(optimizer, sorted(self._tracker.unsynchronized))
+
+    def _own_of(self, optimizer: torch.optim.Optimizer, indices: Iterable[int]) -> list[str]:
         """Names. Gradients that were zeroed are as good as none; others ``stretto.reduce`` has averaged since."""
         stepped = {*map(id, stepped_by(optimizer))}
         return [
             self._queue.names[index]
-            for index, one in self._tracker.alive(sorted(self._tracker.unsynchronized))
+            for index, one in self._tracker.alive(indices)
             if id(one) in stepped and type(one.grad) is torch.Tensor and not is_averaged(one.grad) and one.grad.any()
         ]
 

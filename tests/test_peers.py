@@ -1817,8 +1817,79 @@ def test_what_ranks_write_of_their_calls_does_not_pile_up() -> None:
         for word in words:
             word.wait()
             assert len({*word.said()}) == 1
+        for one, seat in zip(channels, seats, strict=True):
+            one.came(seat)
         found.append(store.num_keys())
-    assert found[2] == found[-1] == max(found)
+    assert found[0] == found[-1] == max(found)
+
+
+@pytest.mark.parametrize("kind", ["failed", "refused", "detached"])
+def test_what_ranks_tell_does_not_pile_up(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a program catches failures for weeks. One that attached anew read all of it."""
+    monkeypatch.setattr("stretto.channel.NOTES_KEPT", 8)
+    store, found, begun = dist.HashStore(), [], Seat("a")
+    writer, reader = seated(begun, store=store), seated(Seat("a"), rank=1, store=store)
+    for number in range(1, 101):
+        begun.passes = begun.refused = number
+        told = begun.note(0, "backward", "ValueError: no", "", before=False)
+        if kind == "refused":
+            told = dataclasses.replace(told, leaves=True, refused=number)
+        if kind == "detached":  # a model that was attached beside this one, by a handle that is gone
+            told = Note(0, kind, f"of {number}", leaves=True)
+        writer.post(told)
+        reader.read()
+        found.append((store.num_keys(), len(reader.notes)))
+    keys, notes = zip(*found, strict=True)
+    assert max(keys) < 40 and max(notes) < 20
+    late, asked = seated(Seat(), rank=1, store=store), []
+    late.line.store = Counted(store, asked)
+    late.read()
+    assert len(late.notes) == (16 if kind == "detached" else 4) and late.notes[-1].passes == told.passes
+    assert len(asked) <= 2 + 2 * 16, "two for each note that may be there"
+
+
+class Counted(dist.PrefixStore):
+    """Knows how often it was asked."""
+
+    def __init__(self, store: dist.Store, asked: list[str]) -> None:
+        super().__init__("stretto", store)
+        self.asked = asked
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked += keys
+        return super().check(keys)
+
+    def get(self, key: str) -> bytes:
+        self.asked.append(key)
+        return super().get(key)
+
+
+def test_why_a_rank_has_left_is_kept_among_what_it_told_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.channel.NOTES_KEPT", 8)
+    writer = seated(seat := Seat("a"), store=(store := dist.HashStore()))
+    reader = seated(Seat("a"), Seat("b"), rank=1, store=store)
+    for place, error in enumerate(["ValueError: why", *["PeerError: of that"] * 30]):
+        writer.post(dataclasses.replace(seat.note(0, "backward", error, "", before=False), leaves=True))
+        writer.post(Note(0, "backward", "b", passes=place))
+        reader.read()
+    assert len(reader.notes) < 20
+    assert reader.told(Seat("a"))[0].error == "ValueError: why"
+    assert reader.told(Seat("b"))[-1].passes == 30
+
+
+def test_what_may_be_about_a_handle_that_has_no_name_yet_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.channel.NOTES_KEPT", 8)
+    writer, store = seated(Seat("a"), store=(store := dist.HashStore())), store
+    reader = seated(Seat(), rank=1, store=store)
+    for number in range(30):
+        writer.post(Note(0, "detached", f"of {number}", leaves=True))
+        reader.read()
+    assert len(reader.notes) == 30
+    reader._seats[0].handle = "of 3"
+    for number in range(30):
+        writer.post(Note(0, "detached", f"of {number + 30}", leaves=True))
+        reader.read()
+    assert [note.handle for note in reader.told(Seat("of 3"))] == ["of 3"] and len(reader.notes) < 40
 
 
 def two_processes(store: dist.Store) -> tuple[Channel, Channel]:

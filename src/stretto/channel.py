@@ -3,6 +3,9 @@
     who/RANK     the process, while it has a handle       notes, note/n      how many, and what ranks tell: notes.py
     attempts/RANK    how often it has tried to attach
 
+Whoever adds a note takes away one that is so old that all have read it, so that they do not pile up; and a new channel
+reads the last ones alone.
+
 All handles of a process on one store share one channel, with one thread and one connection of its own: line.py.
 """
 
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import math
 import os
@@ -17,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from multiprocessing.util import Finalize
 from types import FrameType
 
@@ -26,12 +29,16 @@ from torch.distributed import DistNetworkError, is_initialized
 
 from .awaited_keys import AwaitedKeys
 from .line import POLL_SECONDS, Lookout
-from .notes import Note, frame_of_child, has_failed, last_words
+from .notes import Note, frame_of_child, has_failed, last_words, still_of_use
 from .people import LINGER_SECONDS
 from .questions import Questions
 from .seat import Seat
 from .transport.base import Leftover
 from .whereabouts import base_name, standing
+
+NOTES_KEPT = 128
+"""So many are read, for each rank, and twice as many lie in the store: none may go while it is read. All have read
+older ones, since they look once a second and in each pass that failed elsewhere; or those are of ranks that went on."""
 
 
 class Channel(Questions):
@@ -40,7 +47,9 @@ class Channel(Questions):
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         super().__init__(store, rank, world_size)
         self.notes: list[Note] = []
-        """All that were read, this rank's own too."""
+        """Those that were read and may be of use, this rank's own too."""
+        self._sift_at = NOTES_KEPT
+        """How many of them there are when they are looked through for those that are of no use any more."""
         self._numbers = 0
         """How many notes have been given a number, as far as is known."""
         self._missing: set[int] = set()
@@ -140,7 +149,7 @@ class Channel(Questions):
     def _stay_with_store(self, *, failed: bool) -> None:
         """It goes with this channel where the groups are destroyed, or a rank that has failed ends; see ``close``."""
         if self.rank == 0 and self.rank_0_has_store() and (failed or not is_initialized()):
-            self._stay_until(partial(self._all_have_tried, self.attempts) if failed else self._all_have_left)
+            self._stay_until(functools.partial(self._all_have_tried, self.attempts) if failed else self._all_have_left)
 
     def _all_have_left(self) -> bool:
         """Have read, that is, and written their own last note."""
@@ -156,7 +165,13 @@ class Channel(Questions):
         """For all others to read. Never raises: the store may be gone."""
         if self._is_mine():
             text = json.dumps(asdict(replace(note, process=self.me.name)))
-            self._try(lambda store: store.set(f"note/{store.add('notes', 1)}", text), later=True)
+            self._try(functools.partial(self._post, text), later=True)
+
+    def _post(self, text: str, store: Store) -> None:
+        number: int = store.add("notes", 1)
+        store.set(f"note/{number}", text)
+        with contextlib.suppress(RuntimeError):  # some stores cannot forget
+            store.delete_key(f"note/{number - 2 * NOTES_KEPT * self._world_size}")
 
     def read(self) -> None:
         """What is new."""
@@ -166,19 +181,30 @@ class Channel(Questions):
         with self._lock:
             if self._numbers or store.check(["notes"]):
                 last = int(store.get("notes"))
-                self._missing.update(range(self._numbers + 1, last + 1))
+                oldest = last - NOTES_KEPT * self._world_size
+                self._missing = {one for one in self._missing if one > oldest}
+                self._missing.update(range(max(self._numbers, oldest) + 1, last + 1))
                 self._numbers = last
-            for number in sorted(self._missing):  # a rank that was killed may have taken one, and written nothing
-                note = Note(**json.loads(store.get(key))) if store.check([key := f"note/{number}"]) else None
-                if note is not None and number in self._missing:
+            for number, said in _texts(store, sorted(self._missing)):
+                if said and number in self._missing:
+                    note = Note(**json.loads(said))
                     self._missing.discard(number)
                     self.notes.append(note)
                     self._heed(note, store)
+            if len(self.notes) > self._sift_at:
+                self._sift()
+
+    def _sift(self) -> None:
+        handles, count = {seat.handle for seat in [*self._seats]}, len(self.notes)
+        self._sift_at = 2 * count
+        of_use = still_of_use(self.notes[:count], None if "" in handles else handles)
+        self.notes = of_use + self.notes[count:]  # a handle that was collected meanwhile may have read more
+        self._sift_at = max(NOTES_KEPT, 2 * len(self.notes))
 
     def _heed(self, note: Note, store: Store) -> None:
         """It may be the last word of the process that has the store, or of what is left in the process group."""
         for one in [*self._leftovers] if note.leftover and note.rank != self.rank else ():  # a handle may join
-            if one.used.intersection(note.leftover[1:]):  # else it is another group
+            if not {*note.leftover[1:]}.isdisjoint(one.used):  # else it is another group
                 one.is_of(note.rank, note.leftover[0], str(note))
         if self.rank and note.rank == 0 and note.leaves and note.of_process and self.rank_0_has_store():
             host = self.person(0, store)  # the rank may be another process by now
@@ -220,10 +246,12 @@ class Channel(Questions):
         site = f"{base_name(caller.f_code.co_filename)}:{caller.f_lineno}"
         said = f"{site} {standing(caller)}"
         self.line.put(keys[self.rank], said)
-        with contextlib.suppress(RuntimeError):  # all have read it: they have come to the call before this one
-            self.line.delete_key(f"call/{seat.handle}/{seat.calls - 2}/{self.rank}")
         # Where ranks have no name yet, one that gives up takes its key along, and whoever read that would wait for it.
         return AwaitedKeys(self.line, *keys, meanwhile=meanwhile, reads=bool(seat.handle))
+
+    def came(self, seat: Seat) -> None:
+        """All have come to the call under its name, and have read so."""
+        self._forget(f"call/{seat.handle}/{seat.calls}/{self.rank}")
 
     def go(self) -> None:
         """See ``come``. Harmless to one that has not come."""
@@ -263,6 +291,16 @@ class Channel(Questions):
         """On the thread, with the store or without it."""
         for seat in [*self._seats]:
             seat.alarm()
+
+
+def _texts(store: Store, numbers: Sequence[int]) -> list[tuple[int, bytes]]:
+    """The notes among these that are there, in few calls: of a rank that was killed, one may never be written."""
+    keys = [f"note/{number}" for number in numbers]
+    if not keys or not store.check(keys):
+        half = len(keys) // 2
+        return _texts(store, numbers[:half]) + _texts(store, numbers[half:]) if half else []
+    several = len(keys) > 1 and store.has_extended_api()  # type: ignore[attr-defined]
+    return [*zip(numbers, store.multi_get(keys) if several else map(store.get, keys), strict=True)]
 
 
 def channel_of(store: Store, rank: int, world_size: int) -> Channel:

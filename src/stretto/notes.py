@@ -17,7 +17,7 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
@@ -30,6 +30,8 @@ WAYS_TO_LEAVE = {
     "ended": "its process has ended",
 }
 """By which a rank leaves without having failed."""
+OF_A_KIND = 4
+"""So many notes are kept; see :func:`still_of_use`."""
 _FAILED_AND_LEFT = re.compile(r": ranks? ([\d, ]+) failed and left")  # blame.left_early says so
 _GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())  # from Python 3.11 on
 _RUNS_CHILDREN = "_bootstrap", "multiprocessing.process"
@@ -108,6 +110,26 @@ class Note:
         number = f", pass {self.number}" if self.number else ""
         what = self.error or "failed; its own log has the error"
         return f"rank {self.rank}{number}, {self.phase}: {what}{place}"
+
+
+def still_of_use(notes: Iterable[Note], handles: Collection[str] | None) -> list[Note]:
+    """Those that a rank may yet have to quote, so that they do not pile up.
+
+    Of the same kind, from one process about one handle, these are the last few if it went on, since ranks are at most a
+    pass apart; and the first few if it left, which say why.
+
+    Args:
+        notes: in order.
+        handles: that this process has; None while it has one without a name, which any of them may be about.
+    """
+    kinds: dict[tuple[Any, ...], list[Note]] = {}
+    kept: set[int] = set()
+    about = [note for note in notes if handles is None or not note.handle or note.handle in handles]
+    for note in about:
+        kinds.setdefault((note.rank, note.handle, note.process, note.leaves and not note.refused), []).append(note)
+    for (_, handle, _, left), of_kind in kinds.items():
+        kept.update(map(id, of_kind[:OF_A_KIND] if left and handle else of_kind[-OF_A_KIND:]))
+    return [note for note in about if id(note) in kept]
 
 
 def text_of(error: BaseException | None) -> str:

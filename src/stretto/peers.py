@@ -89,6 +89,8 @@ class Peers(Teller):
                 everyone = gather_by_sums(brought, self._transport, self.wait if has_name else self._go)
             if not has_name:
                 self._name([introduction for introduction, _ in everyone])
+            elif self._channel is not None and self._occasion == "attach":
+                self._channel.came(self.seat)
         except BaseException as error:
             if isinstance(error, RuntimeError) and not raised_by_handler(error):
                 self.fail("what ranks hold could not be gathered", error)

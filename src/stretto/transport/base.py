@@ -7,6 +7,7 @@ tensors return at once with a :class:`Work`, calls that move objects return when
 from __future__ import annotations
 
 import abc
+import collections
 import datetime
 import functools
 import inspect
@@ -153,8 +154,8 @@ class Leftover:
 
     group: str = ""
     """The ranks of the group, as Python prints them; empty for the default group."""
-    used: set[str] = field(default_factory=set)
-    """The names of all handles whose ranks have met in the group: they identify it to other ranks."""
+    used: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=64))
+    """The names of the last handles whose ranks have met in the group: they identify it to other ranks."""
     rank: int | None = None
     """The rank that stopped waiting; None if there is none."""
     handle: str = ""
@@ -178,7 +179,7 @@ class Leftover:
         """All ranks have come, so none waits here for another; a ``handle`` that is not empty uses this group."""
         if not self.is_sent:
             self.rank, self.is_sent = None, True
-        self.used.update([handle] if handle else ())
+        self.used.extend([handle] if handle and handle not in self.used else ())
 
 
 def done_within(work: Any, time: datetime.timedelta) -> bool:

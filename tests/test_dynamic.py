@@ -5,13 +5,17 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from models import checkpoint
 
 import stretto
-from stretto.presence import QUIET
+from stretto.plan import plan_buckets
+from stretto.presence import QUIET, Presence
+from stretto.specs import describe_parameters
 from stretto.testing import RecordingTransport, run_ranks, spawn_ranks
 
 WIDTH, LAYERS = 160, 5
@@ -128,6 +132,30 @@ def test_one_bucket_is_cut_where_layers_come_and_go_apart(world: int) -> None:
         assert_close(found[-1], expected(world, 23, [kept(23)] * world))
         sent = sum(nbytes for kind, nbytes in calls[-1] if kind == "all_reduce")
         assert sent < len(kept(23)) * LAYER_BYTES + 1500
+
+
+@pytest.mark.parametrize(
+    ("sizes", "came", "cuts"),
+    [
+        ([64, 64], [True, False], [0]),
+        ([64, 64], [True, True], []),
+        ([63, 120], [True, False], []),
+        ([120, 63], [True, False], []),
+        ([64, 32, 32, 64], [True, False, True, False], [0, 2]),
+        ([32, 96, 32, 64], [True, False, True, False], [1]),
+    ],
+)
+def test_a_cut_leaves_enough_on_both_sides(sizes: list[int], came: list[bool], cuts: list[int]) -> None:
+    """Sizes in KiB, of one bucket in its order; what comes and what does not come."""
+    parameters = {f"p{n}": torch.nn.Parameter(torch.empty(256 * size)) for n, size in enumerate(sizes)}
+    plan = plan_buckets(describe_parameters(parameters), range(len(sizes)), cap_bytes=1 << 20)
+    (bucket,) = plan.buckets
+    footer = SimpleNamespace(had=torch.tensor(came, dtype=torch.float32))
+    carrier: Any = None
+    presence, seen = Presence(carrier), SimpleNamespace(indices=bucket.indices, footer=footer)
+    for _ in range(4):
+        presence.record([seen])  # type: ignore[list-item]
+    assert presence.apart(plan) == cuts
 
 
 def test_what_is_absent_does_not_hold_up_what_is_full() -> None:

@@ -436,6 +436,17 @@ def test_cores_that_a_container_is_given(tmp_path: Path) -> None:
         assert cores(tmp_path) == expected
 
 
+def test_cores_of_the_groups_above_are_a_limit_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.cores.Path", lambda path: tmp_path / path.lstrip("/"))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("4:cpu:/other\n0::/job/step\n")
+    (tmp_path / "job/step").mkdir(parents=True)
+    for group, quota, expected in (("", "800000", 8), ("job/step", "400000", 4), ("job", "200000", 2)):
+        (tmp_path / group / "cpu.max").write_text(f"{quota} 100000\n")
+        assert cores(tmp_path) == expected
+
+
 BEGINNING = "Traceback (most recent call last):"
 
 

@@ -21,6 +21,7 @@ import torch
 from warm import fork_ranks, in_warm_process
 
 import stretto
+from stretto import system_memory
 from stretto.testing import run_ranks
 from stretto.transport import choose, futex, memory, page
 from stretto.transport.shared_memory import SharedMemoryTransport
@@ -290,6 +291,34 @@ def test_only_the_same_user_can_open_an_arena(tmp_path: Path) -> None:
 def test_what_is_available_is_read_from_the_system() -> None:
     available = memory.available_bytes()
     assert available is not None and 0 < available <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_what_control_groups_leave_is_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that it has read, and reads no more, are given up for others; the narrowest of all groups counts."""
+
+    def write(path: str, text: str) -> None:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+
+    def limit(group: str, most: object, used: int, read: int, *, version: int) -> None:
+        names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        write(f"{group}/{names[0]}", f"{most}\n")
+        write(f"{group}/{names[1]}", f"{used}\n")
+        own = "" if version == 2 else f"total_inactive_file {read}\n"  # version 1 tells those of groups below apart
+        write(f"{group}/memory.stat", f"anon 7\ninactive_file {read if version == 2 else 0}\n{own}")
+
+    monkeypatch.setattr(system_memory, "Path", lambda path: tmp_path / path.lstrip("/"))
+    assert memory.available_bytes() is None
+    write("proc/meminfo", "MemTotal: 9000 kB\nMemAvailable: 5000 kB\n")
+    assert memory.available_bytes() == 5000 * 1024
+    write("proc/self/cgroup", "4:cpu:/job\n3:memory,pids:/job\n0::/job/step\n")
+    for group, most in [("job/step", "max"), ("job", 4_000_000), ("", 4_500_000)]:
+        limit(f"sys/fs/cgroup/{group}", most, 2_000_000, 500_000, version=2)
+    assert memory.available_bytes() == 2_500_000
+    limit("sys/fs/cgroup/memory", 3_000_000, 2_000_000, 300_000, version=1)
+    assert memory.available_bytes() == 1_300_000
+    limit("sys/fs/cgroup/memory/job", 2_500_000, 2_000_000, 300_000, version=1)
+    assert memory.available_bytes() == 800_000
 
 
 NO_MEMORY = (

@@ -132,6 +132,41 @@ def test_of_a_sum_an_idle_rank_gives_nothing_of_what_it_has_accumulated() -> Non
     assert of_rank_1 == [1112.0, 1112.0]
 
 
+@pytest.mark.parametrize("taken", [False, True], ids=["", "old-name-taken"])
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+@pytest.mark.parametrize("keeping", [(0,), (1,), (0, 2)])
+def test_a_layer_that_some_ranks_rename_and_others_build_anew_counts_once(
+    keeping: tuple[int, ...], reduce: str, sparse: bool, taken: bool
+) -> None:
+    """The ranks that keep it have sent its gradient by its old name, and have only the sum of theirs by then."""
+    world = 2 if keeping == (1,) else 3
+
+    def made() -> torch.nn.Module:
+        return torch.nn.Embedding(3, 2, sparse=True) if sparse else torch.nn.Linear(1, 2, bias=False)
+
+    def worker(transport: Transport) -> list[list[float]]:
+        model = torch.nn.ModuleDict({"a": made(), "c": torch.nn.Linear(1, 2, bias=False)})
+        stretto.attach(model, transport=transport, reduce=reduce)  # type: ignore[arg-type]
+        found = []
+        for number in range(3):
+            model.zero_grad()
+            if number == 1:
+                old = model.pop("a")
+                model["b"] = old if transport.rank in keeping else made()
+                if taken:
+                    model["a"] = made()
+                del old
+            train(dict(model.items()), "".join(model), 1.0 + 10 * transport.rank)
+            found.append([model[name].weight.grad.sum().item() for name in sorted(model)])
+        return found[1:]
+
+    total = 2 * sum(1.0 + 10 * rank for rank in range(world)) / (world if reduce == "mean" else 1)
+    wanted = [factor * total for factor in ((1, 2, 3) if taken else (2, 3))]
+    for found in run_ranks(worker, world):
+        assert found == [pytest.approx(wanted)] * 2
+
+
 def after_a_pass_that_failed(change: Callable[[torch.nn.ModuleList], None], *, warm: bool, **shard: Any) -> Any:
     """The layer's gradient, or where the optimizer is sharded its values after a step, on both ranks."""
 

@@ -11,9 +11,9 @@ a part of its sum is in the old bucket, and is added.
 the same. 1. They tell which frozen parameters have a gradient all the same. 2. They compare what they have, and raise
 here or not at all. 3. What is in shares is put together, so that nothing is half moved if a later step fails. 4. They
 tell what is loose, what was trained unseen, what can stay in shares (what no rank has replaced), and what was carried
-by another name (if by the same on all ranks, and it fits, nothing is to be done). 5. Rank 0's values of what is loose
-or a stranger on any rank, and the buffers. 6. New buckets, which need no message. 7. What is loose, in each new bucket
-that has some. 8. What is loose and sparse, if any is.
+by another name (if by the same on all ranks that have not built it anew, and it fits, those have nothing to do). 5.
+Rank 0's values of what is loose or a stranger on any rank, and the buffers. 6. New buckets, which need no message. 7.
+What is loose, in each new bucket that has some. 8. What is loose and sparse, if any is.
 """
 
 from __future__ import annotations
@@ -64,12 +64,19 @@ class _AllTold:
     """What follows from it, the same on all ranks."""
 
     def __init__(self, told: Sequence[_Told]) -> None:
-        def is_renamed_on_all(name: str, old: str) -> bool:
-            return all(one.renamed.get(name) == old for one in told)
+        taken = {name for one in told for name in (*one.loose, *one.renamed)}
 
-        self.renamed = {name: old for name, old in told[0].renamed.items() if is_renamed_on_all(name, old)}
+        def is_of(one: _Told, name: str, old: str) -> bool:
+            """Whether the old sum by that name is of nothing else on that rank, which may have a new one instead."""
+            return one.renamed[name] == old if name in one.renamed else name in one.loose and is_free(one, old)
+
+        def is_free(one: _Told, old: str) -> bool:
+            return (old in one.loose or old not in taken) and old not in one.renamed.values()
+
+        renamed = {name: old for one in told for name, old in one.renamed.items()}
+        self.renamed = {name: old for name, old in renamed.items() if all(is_of(one, name, old) for one in told)}
         self.loose_on = [
-            {name: has for name, has in one.loose.items() if name not in self.renamed or name in one.misfits}
+            {name: has for name, has in one.loose.items() if name in one.misfits or not self._is_kept(one, name)}
             for one in told
         ]
         """For each rank, what is loose there, and whether there is a gradient of this pass."""
@@ -77,6 +84,10 @@ class _AllTold:
         self.loose_on_some = [name for name in self.loose if not all(name in one for one in self.loose_on)]
         self.in_shares = set.intersection(*(one.in_shares for one in told))
         self.unseen = [one.unseen for one in told]
+
+    def _is_kept(self, one: _Told, name: str) -> bool:
+        """Whether the old sums have it on that rank, by its old name."""
+        return name in self.renamed and name in one.renamed
 
 
 @dataclass(frozen=True)
@@ -148,7 +159,7 @@ class Rejoin:
         words, factor = self._changes.in_words(), queue.scaling.after(queue.buckets[-1].footer.weight)
         self._send_values(told.loose)
         self._places.begin_anew(module, queue.transport, queue.wait_for)
-        rows_used = self._rows.used_by
+        rows_used = {name: self._rows.used_by.get(told.renamed.get(name, name), 0) for name in rows}
         self._follow(told, wanted, rows, plan)
         had = {n for n in told.loose if n in owed.carried or any(one.get(n) for one in told.loose_on)}
         reduce_dense(queue, had & wanted.keys(), owed.contributions, owed.carried, factor, release=not idle)

@@ -88,7 +88,7 @@ def follow_a_change(
         queue: has the new buckets.
         rows: the parameters in no bucket.
         used: how many ranks had something for what the old plan had, by the names there.
-        renamed: for those that were carried by another name on all ranks, that one.
+        renamed: for those that were carried by another name, wherever they were, that one.
         loose: of each rank, names of what the old plan did not carry there, and whether it had something.
     """
 

@@ -222,6 +222,27 @@ def test_a_bucket_has_not_arrived_before_the_last_rank_has_launched_it(tmp_path:
     assert early.record.exposed > 0.05
 
 
+def test_when_the_last_rank_has_launched_a_bucket_is_known_where_all_have() -> None:
+    """By clocks that are a little apart it may lie behind the result."""
+    here = a_record()
+    first, _, last = here.launches
+    there = a_record(launches=(replace(first, begin=first.end + MS), replace(last, begin=last.begin + 2 * MS)))
+    mine, _ = timeline_of([a_trace(0, 2, [here]), a_trace(1, 2, [there])]).ranks
+    ends = [one.launch for one in mine.passes[0].transfers]
+    assert [one.joined for one in mine.passes[0].transfers] == [ends[0].end, None, ends[2].begin + 2 * MS]
+
+
+def test_an_arrow_begins_at_the_gradient_that_filled_the_bucket_and_not_at_one_that_comes_again() -> None:
+    once = a_record()
+    (name, came), *others = once.gradients
+    again = a_record(gradients=((name, came), others[0], (name, others[0][1] + 5 * MS), others[1]))
+    (one,) = timeline_of([a_trace(0, 1, [again], plans={})]).passes
+    sources = [arrow.source for arrow in one.arrows]
+    assert [source and (source.name, source.end) for source in sources] == [
+        (launch.closed_by, launch.full) for launch in one.record.launches
+    ]
+
+
 # Clocks
 
 

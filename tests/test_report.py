@@ -780,6 +780,22 @@ def test_waiting_is_a_mean_over_the_passes_that_exposed_is_of() -> None:
     assert second.waiting == 0
 
 
+def test_no_rank_waits_longer_than_it_is_exposed() -> None:
+    """Its other ranks have recorded but one of the two passes that the breakdown is of."""
+    mine = [record(number=1, backward_ended=60 * MS), record(number=2)]
+    first, _ = side_by_side(
+        [seen_in(rank, own, 0, lambda at: at) for rank, own in enumerate((mine, [record(number=1)]))]
+    )
+    assert 0.011 < first.breakdown.exposed < 0.030 and first.waiting == first.breakdown.exposed
+
+
+def test_times_are_as_uncertain_as_those_of_the_rank_whose_clock_is_known_least() -> None:
+    clocks = [Clock(0, 0), Clock(5, 2 * MS), Clock(5, MS)]
+    traces = [a_trace(rank, 3, clock=clock) for rank, clock in enumerate(clocks)]
+    assert [one.clock_uncertainty for one in reports_from(traces)] == [0.002] * 3
+    assert [one.clock_uncertainty for one in reports_from([*traces[:2], replace(traces[2], clock=None)])] == [None] * 3
+
+
 def test_ranks_that_wait_for_each_other_in_turn_wait_both() -> None:
     """The first has the longer backward and waits amid it for the second, which waits for it at the end."""
     mine, other = record(waits=(Span(50 * MS, 70 * MS),), settled=110 * MS), record(backward_ended=70 * MS)

@@ -15,6 +15,8 @@ from torch import nn
 
 import stretto
 from stretto.testing import RecordingTransport, run_ranks, spawn_ranks
+from stretto.testing_network import SeparateHosts
+from stretto.transport import ProcessGroupTransport, choose
 
 WIDTH = 5
 
@@ -913,3 +915,37 @@ def test_one_that_nobody_could_know_to_come_is_named() -> None:
             "Attach the later one with stretto.attach(module, beside=[the earlier one's handle]), or wrap both in "
             "one DistributedDataParallel(torch.nn.ModuleList([...]))."
         ]
+
+
+def given_up_in_turn(rank: int, hooked: tuple[bool, ...]) -> tuple[str, list[list[float]]]:
+    """Backward fails on rank 0 when it has reached the last of several models, on two ranks of one host and another."""
+    parts, handles = [nn.Linear(2, 2) for _ in hooked], []
+    for part, hook in zip(parts, hooked, strict=True):
+        transport = choose(SeparateHosts(ProcessGroupTransport(), (2, 1)), "auto")
+        handles.append(stretto.attach(part, transport=transport, bucket_cap_mb=1e-5, beside=handles))
+        if hook:
+            handles[-1].register_comm_hook(None, mean_of_three)
+    x, told = torch.ones(1, 2), ""
+    for fails in (False, True, False):
+        for part in parts:
+            part.zero_grad()
+        hidden = (rank + 1) * x
+        for part in parts[:-1]:
+            hidden = part(hidden)
+        hidden = Fails.apply(hidden) if fails and rank == 0 else hidden
+        try:
+            parts[-1](hidden).sum().backward()
+        except (ValueError, stretto.PeerError) as error:
+            told += type(error).__name__
+    return told, [part.bias.grad.tolist() for part in parts]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("hooked", [(False, True), (True, False, True)])
+def test_a_rank_that_gives_up_several_waits_for_the_first_where_a_later_one_makes_it_wait(hooked) -> None:
+    """It waited for the later one's hook, and the others for the sums of the first, which this rank was to pass on."""
+    (first, mine), *others = spawn_ranks(given_up_in_turn, 3, hooked, timeout=50)
+    assert first == "ValueError"
+    for told, gradients in others:
+        assert told == "PeerError"
+        assert gradients == mine

@@ -52,7 +52,7 @@ _number: Callable[[Reducer], int] = operator.attrgetter("queue.peers.seat.number
 """Of a member: its place in the order of attaching."""
 _NONE = (-1, -1)
 """No backward: the engine's task, and the thread."""
-_begin, _begin_idle, _shadow, _give_up = map(operator.methodcaller, ("begin", "begin_idle", "shadow", "give_up"))
+_begin, _begin_idle, _shadow = map(operator.methodcaller, ("begin", "begin_idle", "shadow"))
 
 
 class Family:
@@ -152,7 +152,7 @@ class Family:
                     self.lose_with(member, error)
                     behind = [one for one in running[place:] if one.running]
                     try:
-                        all_of(behind, _give_up)
+                        all_of(behind, functools.partial(_give_up, behind))
                     finally:
                         all_of(behind, lambda one: one.failing.stay())
                     raise
@@ -171,7 +171,7 @@ class Family:
         for member in running:
             amid().discard(member.family)
             given_up.append(member.failing)
-            member.give_up()
+            _give_up(running, member)
         _part(running)
 
     def shadow(self) -> None:
@@ -301,6 +301,12 @@ def _part(members: Iterable[Reducer]) -> None:
     """Their backward is over: else the next one on this thread would count as the same."""
     for member in members:
         member.family._backward = _NONE
+
+
+def _give_up(members: Sequence[Reducer], member: Reducer) -> None:
+    """One of them, where those behind it are to be given up next: see [Note: given up in turn]."""
+    behind = [one.queue for one in members[members.index(member) + 1 :]]
+    member.give_up(stays=any([queue.waits_within or queue.presence.active for queue in behind]))
 
 
 def all_of(members: Sequence[Reducer], call: Callable[[Reducer], None]) -> None:

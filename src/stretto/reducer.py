@@ -55,12 +55,9 @@ class Reducer:
     """Hooks on parameters, and the pass that is under way.
 
     Args:
-        parameters: those of the plan, by name, in order of registration.
-        sparse: those outside the plan, whose gradients are sparse.
-        plan, transport: the first plan, and what carries its buckets.
-        members: which parameters the module has, and what was asked for.
-        places: the buffers that are made equal at the end of every pass.
-        peers: the other ranks.
+        parameters, sparse: those of the plan, by name, in order of registration; those outside it.
+        plan, transport, peers: the first plan, what carries its buckets, and the other ranks.
+        members, places: which parameters the module has, and what was asked for; the buffers that all are to follow.
     """
 
     def __init__(
@@ -314,8 +311,9 @@ class Reducer:
 
     # A pass that failed on this rank: see [Note: a pass given up]
 
-    def give_up(self) -> None:
-        """Launch the rest of the pass, marked. Where others need this rank for it, it is to stay: ``failing.stay``."""
+    def give_up(self, *, stays: bool = False) -> None:
+        """Launch the rest of the pass, marked. Where others need this rank for it, it is to stay: ``failing.stay``; or
+        here, until all of it is there."""
         with self.queue.lock, torch.no_grad():
             self._stop()
             known = self.sparse.any or self.uneven is not None or self.inspection.due(self.queue.pass_number)
@@ -326,6 +324,8 @@ class Reducer:
             self._given_up.buffers = self._beside.send_given_up()
             if not self.queue.tells and self.queue.pass_number == 1:
                 self._consensus.replanning.send_order()  # peers do not know of the failure
+            if stays:
+                self._given_up.words = self._wait(self._given_up.buffers, release=False)
 
     def _stop(self) -> None:
         self.running = self.queue.peers.seat.in_pass = False
@@ -338,7 +338,7 @@ class Reducer:
         self._given_up = None
         with torch.no_grad():
             try:
-                words = self._wait(given_up.buffers, release=False)
+                words = given_up.words or self._wait(given_up.buffers, release=False)
             finally:
                 self._reset()
             self._consensus.hear_of_own_failure(words, known=given_up.known, crosses=given_up.crosses)

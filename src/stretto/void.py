@@ -14,6 +14,7 @@ from .errors import CommunicationError, PeerError
 from .launch import LaunchQueue
 from .seat import Seat
 from .wording import describe_ranks
+from .words import ControlWords
 
 _IN_TIME = "Do not step with these gradients: zero_grad() and go on, on all ranks."
 _TOO_LATE = (
@@ -45,6 +46,8 @@ class GivenUp:
     """How often sharded optimizers had stepped, for each handle that has some."""
     buffers: CoalescedMessages = field(default_factory=CoalescedMessages)
     """Of the module, still under way."""
+    words: ControlWords | None = None
+    """What ranks said in it, once all of it was waited for."""
 
     @property
     def crosses(self) -> bool:

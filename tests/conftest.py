@@ -31,7 +31,7 @@ ONE_RUN = {"found", "hosts", "outcomes", "scenes", "stepped"}
 GLOO_DID_NOT_CONNECT = "Gloo connectFullMesh failed"
 """Now and then, before a test has begun: one in some thousand process groups, on a machine that does much else."""
 
-TOLD_LATE = "told late"
+TOLD_LATE = "AssertionError: told late"
 """By the clock, where other programs have the cores: that a rank was killed is to be told within two seconds.
 
 What pytest raises of an assertion has its values and its words, but not its source, which only tracebacks of other

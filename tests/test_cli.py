@@ -343,11 +343,6 @@ def test_run_refuses_what_there_are_no_descriptors_for(tmp_path: Path) -> None:
     assert done.returncode == 2
 
 
-def test_run_takes_the_words_of_torchrun(tmp_path: Path) -> None:
-    done = command("run", "--nproc-per-node", "cpu", "--json", script(tmp_path, ""))
-    assert (done.returncode, json.loads(done.stdout)["ranks"]) == (0, cores())
-
-
 @pytest.mark.parametrize(
     "given, device, count",
     [

@@ -95,6 +95,22 @@ def test_what_some_pass_of_some_rank_used_is_not_named(caplog, uses: list[str]) 
     assert warned(caplog, [["ab"] * 3, passes]) == expected
 
 
+def test_parameters_with_gradients_that_no_backward_brings_are_not_called_untrained(caplog) -> None:
+    """A pipeline that splits backward runs whole ones as well, of other layers."""
+
+    def worker(transport):
+        model = Heads()
+        stretto.attach(model, transport=transport)
+        for _ in range(3):
+            others = [*model.heads["c"].parameters(), *model.heads["d"].parameters()]
+            for one, grad in zip(others, torch.autograd.grad(model("cd"), others), strict=True):
+                one.grad = grad if one.grad is None else one.grad + grad
+            model("ab").backward()
+
+    run_ranks(worker, 2)
+    assert caplog.records == []
+
+
 class Renewing(Heads):
     """Makes the weight of a head anew in each forward, as no plan can know beforehand."""
 
@@ -390,51 +406,81 @@ def test_who_attaches_a_module_and_trains_another_is_told(
 
 
 UNBROUGHT = (
-    "rank 0, before pass 1: 3 steps of {} with gradients of this rank only, since no backward has brought them: "
-    "weight, bias. Each rank steps with its own gradients.\n"
-    "Call stretto.reduce([p.grad for p in parameters]) before each step, with process_group= for other than all ranks: "
-    "so after torch.autograd.grad, torch.func.grad, and a pipeline that splits backward. If they are averaged in "
-    "another way, ignore this. Shown once."
+    "rank 0, before pass 1: weight, bias have gradients that no backward has brought, and that stretto.reduce has not "
+    "averaged: each rank seems to step with its own.\n"
+    "Call stretto.reduce([p.grad for p in parameters]) before each step, for other than all ranks with process_group=: "
+    "so after torch.autograd.grad and torch.func.grad, and after a pipeline that splits backward, which is to run "
+    "inside no_sync(). If they are averaged in another way, ignore this. Shown once."
 )
 
 
-@pytest.mark.parametrize(
-    ("what", "told"),
-    [
-        ("", [UNBROUGHT.format("SGD")]),
-        ("sharded", [UNBROUGHT.format("ShardedOptimizer")]),
-        ("few steps", []),
-        ("reduced", []),
-        ("zeros", []),
-        ("kept", [KEPT.format("before pass 1")]),
-    ],
-)
-def test_gradients_that_no_backward_has_brought_are_told_of_once(
-    caplog: pytest.LogCaptureFixture, what: str, told: list[str]
-) -> None:
-    """torch's class says nothing either. Zeros are those of the step in which torch makes an optimizer's state."""
+def unbrought(caplog: pytest.LogCaptureFixture, what: str, *, steps: int = 9) -> list[str]:
+    """What is logged where gradients come from ``torch.autograd.grad``."""
 
     def worker(transport: Transport) -> None:
         model = torch.nn.Linear(2, 1)
         sync = stretto.attach(model, transport=transport)
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        if what == "sharded":
-            optimizer = stretto.shard(optimizer, sync)
         parameters = [*model.parameters()]
-        for _ in range(2 if what == "few steps" else 9):
+        optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(parameters, lr=0.1)]
+        if "sharded" in what:
+            optimizers = [stretto.shard(optimizers[0], sync)]
+        if "one each" in what:
+            optimizers = [torch.optim.SGD([one], lr=0.1) for one in parameters]
+        flat = torch.zeros(3)
+
+        def gradients() -> torch.Tensor:
             loss = model(torch.full((1, 2), 0.0 if what == "zeros" else 1.0 + transport.rank)).sum()
-            for one, grad in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-                one.grad = grad.zero_() if what == "zeros" else grad
-            if what == "reduced":
-                stretto.reduce([one.grad for one in parameters], transport=transport)
+            found = [*torch.autograd.grad(loss, parameters)]
+            if "flat" in what:
+                torch.cat([one.view(-1) for one in found], out=flat)
+                found = [part.view_as(one) for part, one in zip(flat.split([2, 1]), found, strict=True)]
+            if "reduced" in what:
+                stretto.reduce([flat] if "flat" in what else found, transport=transport)
+            for one, grad in zip(parameters, found, strict=True):
+                one.grad = torch.zeros_like(grad) if what == "zeros" else grad.detach()
+            return loss
+
+        for _ in range(steps):
+            if "closure" not in what:
+                gradients()
             if what == "kept":
                 with sync.no_sync():
                     model(torch.ones(1, 2)).sum().backward()
-            if transport.rank == 0 or what == "sharded":  # which hears of the steps of all threads
-                optimizer.step()
+            for optimizer in optimizers if transport.rank == 0 or "sharded" in what else ():  # all threads are heard
+                optimizer.step(*[gradients] * ("closure" in what))
+            if "closure" in what and transport.rank and "sharded" not in what:
+                gradients()
+            if "zeroed" in what:
+                model.zero_grad()
 
     run_ranks(worker, 2)
-    assert [record.getMessage() for record in caplog.records] == told
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize("what", ["", "sharded", "closure", "closure, zeroed behind the step"])
+def test_gradients_that_no_backward_has_brought_are_told_of_once(caplog: pytest.LogCaptureFixture, what: str) -> None:
+    """torch's class says nothing either."""
+    assert unbrought(caplog, what) == [UNBROUGHT]
+
+
+def test_of_several_optimizers_three_steps_of_one_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    assert unbrought(caplog, "one each", steps=2) == []
+    assert unbrought(caplog, "one each", steps=3) == [UNBROUGHT.replace("weight, bias", "weight", 1)]
+
+
+@pytest.mark.parametrize(
+    "what", ["reduced", "reduced, sharded", "reduced, closure", "reduced, flat", "reduced, flat, one each", "zeros"]
+)
+def test_gradients_that_were_averaged_or_are_zeros_are_not_told_of(caplog: pytest.LogCaptureFixture, what: str) -> None:
+    """Zeros are those of the step in which torch makes an optimizer's state."""
+    assert unbrought(caplog, what) == []
+
+
+def test_what_a_backward_without_synchronisation_has_brought_is_told_of_as_such(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert unbrought(caplog, "few steps", steps=2) == []
+    assert unbrought(caplog, "kept") == [KEPT.format("before pass 1")]
 
 
 STEPPED_ALONE = (

@@ -108,7 +108,8 @@ def attach(
             or ``nn.EmbeddingBag(sparse=True)`` owns them. Sparse gradients travel by rows when backward has ended, and
             ``.grad`` is their mean, sparse and coalesced; if it is dense on one rank, it becomes dense on all.
         beside: handles of other models that one backward may reach together with this one (actor and critic). Passes
-            of all begin and end together, as with parts of a module. On one process group this only saves a check of
+            of all begin and end together, as with parts of a module: also of those that a backward does not reach, so
+            what these hold of a ``no_sync`` is averaged too. On one process group this only saves a check of
             which models a backward reaches; on different groups it holds from the first pass on, not only once the
             models have met in one backward.
 

@@ -14,8 +14,9 @@ from .arrivals import owner_of
 from .launch import LaunchQueue
 from .membership import Membership, ids_of
 from .selection import wrapping
-from .steps import is_averaged, leave, listen, name_in, stepped_by, stop_listening, tells_first
+from .steps import leave, listen, name_in, stepped_by, stop_listening, tells_first
 from .tracker import ArrivalTracker
+from .unbrought import Unbrought, of_this_rank
 from .wording import counted, name_list
 
 STEPS = 32
@@ -29,8 +30,7 @@ class SteppedAlone:
     """What an optimizer steps along with averaged parameters, and no handle averages: a head, say, next to an encoder.
 
     Nothing else would tell: its gradients reach no hook, and ranks are only compared in what is attached. Or all of it,
-    where another module was attached. And gradients that it steps before they were averaged, or that nobody averages
-    since no backward has brought them.
+    where another module was attached. And gradients that it steps before they were averaged.
 
     Args:
         queue: has the parameters that are averaged.
@@ -42,12 +42,11 @@ class SteppedAlone:
         self._queue, self._members = queue, members
         self._steps = self._all_steps = 0  # since the first pass: of what is averaged, and of any optimizer
         self._early_steps = 0  # before it, of nothing that a handle averages
-        self._unbrought_steps = 0  # and of what is averaged, with gradients that no backward has brought
         self._optimizer = ""  # the kind that made the last of these
         self._looks_alike = False  # whether what it stepped has all the shapes of what is attached
         self._reached = False  # by a backward that was not synchronised
         self._began_with: tuple[int, list[str]] = 0, []
-        self._tracker = tracker
+        self._tracker, self._unbrought = tracker, Unbrought(queue, tracker)
         if queue.transport.rank == 0:
             listen(self._stepping)
 
@@ -78,8 +77,6 @@ class SteppedAlone:
             return
         own = ids_of([self._members])
         under_way = any(map(has_torch_function_unary, stepped))  # so a handle has it, and nothing of it is read
-        if self._unbrought_steps < OWN_STEPS and not under_way:
-            self._look_who_has_brought_them(optimizer)
         alone = not under_way and all(owner_of(one) is None and id(one) not in own for one in stepped)
         self._early_steps = self._early_steps + 1 if alone else 0
         self._optimizer = type(optimizer).__name__
@@ -100,24 +97,6 @@ class SteppedAlone:
             self._optimizer,
         )
         self._early_steps = 0
-
-    def _look_who_has_brought_them(self, optimizer: torch.optim.Optimizer) -> None:
-        """Of ``torch.autograd.grad``, say: no hook runs, and other ranks may be called only by the program."""
-        if not (names := self._own_of(optimizer, range(len(self._queue.names)))):
-            return
-        self._unbrought_steps += 1
-        if self._unbrought_steps == OWN_STEPS:
-            log.warning(
-                "%s: %s of %s with gradients of this rank only, since no backward has brought them: %s. Each rank "
-                "steps with its own gradients.\n"
-                "Call stretto.reduce([p.grad for p in parameters]) before each step, with process_group= for other "
-                "than all ranks: so after torch.autograd.grad, torch.func.grad, and a pipeline that splits backward. "
-                "If they are averaged in another way, ignore this. Shown once.",
-                self._queue.where,
-                counted(OWN_STEPS, "steps"),
-                type(optimizer).__name__,
-                name_list(names),
-            )
 
     def kept(self) -> None:
         """A backward is not synchronised, the first one that is not: from here on every step is looked at."""
@@ -147,16 +126,7 @@ class SteppedAlone:
 
     def _kept_of(self, optimizer: torch.optim.Optimizer) -> list[str]:
         """Names of those that a backward without synchronisation has reached."""
-        return self._own_of(optimizer, sorted(self._tracker.unsynchronized))
-
-    def _own_of(self, optimizer: torch.optim.Optimizer, indices: Iterable[int]) -> list[str]:
-        """Names. Gradients that were zeroed are as good as none; others ``stretto.reduce`` has averaged since."""
-        stepped = {*map(id, stepped_by(optimizer))}
-        return [
-            self._queue.names[index]
-            for index, one in self._tracker.alive(indices)
-            if id(one) in stepped and type(one.grad) is torch.Tensor and not is_averaged(one.grad) and one.grad.any()
-        ]
+        return of_this_rank(self._queue, optimizer, self._tracker.alive(sorted(self._tracker.unsynchronized)))
 
     def _alone_in(self, optimizer: torch.optim.Optimizer) -> list[str]:
         """Their names. The module's own values are not read, since after a sharded step they may be under way."""
@@ -181,6 +151,7 @@ class SteppedAlone:
             self._tell_that_others_train()  # in fewer steps than make sure of it, but of a copy by its looks
         stop_listening(self._stepping)
         stop_listening(self._stepping_kept)
+        self._unbrought.stop()
         leave()
 
     def _warn(self, optimizer: str, names: list[str]) -> None:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import optimizer as torch_optimizer
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from .engine import left_uncompiled
 from .listeners import Listeners
@@ -38,8 +38,8 @@ class StepWatch(Listeners):
         super().__init__()
         self.told = weakref.WeakSet[torch.optim.Optimizer]()
         """Those of which some handle has told what they step beside it: others would tell the same."""
-        self.averaged = WeakTensorKeyDictionary()
-        """A set, by identity, that lets them go: what ``stretto.reduce`` was given and was not stepped with since."""
+        self.averaged: dict[Any, weakref.WeakSet[torch.optim.Optimizer]] = {}
+        """Where the values lie that ``stretto.reduce`` was given, which views share, and who has stepped with them."""
 
     @left_uncompiled
     def begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -53,8 +53,8 @@ class StepWatch(Listeners):
         if OURS not in vars(optimizer):
             self.tell(optimizer, False)
             for one in stepped_by(optimizer) if self.averaged else ():
-                if one.grad in self.averaged:
-                    del self.averaged[one.grad]
+                if (place := _place_of(one.grad)) in self.averaged:
+                    self.averaged[place].add(optimizer)
 
 
 def _tables() -> tuple[dict[Any, Any], dict[Any, Any]]:
@@ -105,13 +105,22 @@ def stop_listening(listener: Listener) -> None:
 def were_averaged(tensors: Iterable[torch.Tensor]) -> None:
     """``stretto.reduce`` has averaged these, gradients maybe."""
     if (watch := _watch()) is not None:
-        for one in tensors:
-            watch.averaged[one] = True
+        for gone in [one for one in [*watch.averaged] if one.expired()]:
+            watch.averaged.pop(gone, None)
+        watch.averaged |= {place: weakref.WeakSet() for place in map(_place_of, tensors) if place is not None}
 
 
-def is_averaged(tensor: torch.Tensor) -> bool:
-    """Whether it was, after the last step with it."""
-    return (watch := _watch()) is not None and tensor in watch.averaged
+def is_averaged(tensor: torch.Tensor, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it was, after the optimizer's last step with it."""
+    used = None if (watch := _watch()) is None else watch.averaged.get(_place_of(tensor))
+    return used is not None and optimizer not in used
+
+
+def _place_of(tensor: torch.Tensor | None) -> Any:
+    """None for one that has no memory of its own, as sparse ones."""
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+        return None
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def leave() -> None:

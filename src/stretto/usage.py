@@ -100,6 +100,12 @@ def follow_a_change(
     rows.used_by = {name: count(name) for name in rows.names}
 
 
+def _has_values(parameter: torch.nn.Parameter | None) -> bool:
+    """Whether it has a gradient all the same, of ``torch.autograd.grad``, say."""
+    grad = None if parameter is None else parameter.grad
+    return type(grad) is torch.Tensor and bool(grad.any())
+
+
 class NeverUsed:
     """What no rank had a gradient for in any pass so far, and weights that the program never gave.
 
@@ -135,9 +141,10 @@ class NeverUsed:
             self._warn_of_weight()
         self._suspects &= {queue.names[index] for index in unused}
         self._passes += 1
-        names = [queue.names[index] for index in sorted(unused - gone) if queue.names[index] in self._suspects]
-        if names and self._passes == PASSES:
-            self._warn(names, told)
+        if self._passes == PASSES:
+            without = {queue.names[index] for index in unused - gone if not _has_values(queue.references[index]())}
+            if names := [name for name in queue.names if name in self._suspects & without]:
+                self._warn(names, told)
         self.looking = bool(self._suspects) and self._passes < PASSES
 
     def _warn(self, names: list[str], told: bool) -> None:

@@ -52,8 +52,8 @@ def run(
         str,
         typer.Option(
             *_RANKS,
-            metavar="N|auto",
-            help="Number of ranks, all on this host; auto: one for each accelerator, or core if there is none.",
+            metavar="N|auto|cpu|gpu|xpu",
+            help="Number of ranks, all on this host; auto: one for each accelerator, or core where there is none.",
         ),
     ] = "2",
     module: Annotated[bool, typer.Option("--module", "-m", help="PROGRAM is a module, as for python -m.")] = False,

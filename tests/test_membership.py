@@ -307,19 +307,22 @@ def test_the_plan_follows_beside_a_hook_that_keeps_nothing(world: int) -> None:
 def test_one_line_names_what_changed(caplog: pytest.LogCaptureFixture) -> None:
     def worker(transport):
         model = Chain()
+        model.unused = linear(9)
         stretto.attach(model, transport=transport)
         for number in range(1, 6):
             model.zero_grad()
             if number == 3:
                 change_many(model)
                 model.a.bfloat16()
+                del model.unused
             model(inputs_of(transport.rank, number)).backward()
 
     with caplog.at_level(logging.INFO, "stretto"):
         run_ranks(worker, 2)
     assert [record.getMessage() for record in caplog.records if record.name == "stretto"] == [
         "rank 0, pass 3: the plan follows the module: 3 parameters added (a.gain, d.weight, d.bias), 2 replaced "
-        "(c.weight, c.bias), 1 frozen (b.bias), 2 now bfloat16 (a.weight, a.bias)"
+        "(c.weight, c.bias), 1 frozen (b.bias), 2 removed (unused.weight, unused.bias), 2 now bfloat16 (a.weight, "
+        "a.bias)"
     ]
 
 

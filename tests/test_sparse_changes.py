@@ -258,6 +258,20 @@ def test_a_model_of_tables_alone_warns_of_nothing_and_says_who_used_them(caplog:
     assert found == [({"a.weight": 0, "b.weight": 0}, {"a.weight": 2, "b.weight": 1})] * 2
 
 
+def test_a_change_of_a_model_of_tables_alone_names_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    def worker(transport):
+        model = Net(dense=False)
+        stretto.attach(model, transport=transport)
+        for number in range(5):
+            if number == 2:
+                model.b = table(sparse=True)
+            model(indices_of(0, number), "ab").backward()
+
+    with caplog.at_level(logging.INFO, "stretto"):
+        run_ranks(worker, 2)
+    assert caplog.messages == ["rank 0, pass 3: the plan follows the module: 1 parameter replaced (b.weight)"]
+
+
 def test_who_used_what_beside_a_dense_layer() -> None:
     def worker(transport):
         model = Net()

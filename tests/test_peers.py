@@ -29,7 +29,7 @@ from stretto.channel import LINGER_SECONDS, Channel
 from stretto.engine import when_raised
 from stretto.inquiry import Inquiry
 from stretto.line import POLL_SECONDS
-from stretto.notes import WAYS_TO_LEAVE, Note, text_of
+from stretto.notes import WAYS_TO_LEAVE, Note, text_of, what_ends_this_process
 from stretto.peers import Peers
 from stretto.seat import Answer, Seat
 from stretto.testing import RecordingTransport, run_ranks, spawn_ranks
@@ -1523,6 +1523,20 @@ def test_an_exception_that_cannot_be_shown_is_told_all_the_same() -> None:
     """Telling it raised in its place, and the others heard only that this rank had ended."""
     assert text_of(HasNoText()) == "HasNoText: <exception str() failed>"
     assert text_of(ValueError()) == "ValueError"
+
+
+@pytest.mark.parametrize(("code", "told"), [(0, ""), (None, ""), (1, "ValueError: no more data")])
+def test_who_exits_well_after_an_exception_has_not_failed(code: int | None, told: str, monkeypatch) -> None:
+    """As in ``except ValueError: sys.exit(0)`` of a child, whose finalizers run meanwhile."""
+    try:
+        try:
+            raise ValueError("no more data")
+        except ValueError:
+            sys.exit(code)
+    except SystemExit:
+        assert text_of(what_ends_this_process()) == told
+        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+        assert what_ends_this_process() is None  # at a prompt an exception ends nothing
 
 
 class Plain:

@@ -740,7 +740,7 @@ def test_what_the_system_has_refused_this_rank_needs_no_other_to_blame() -> None
     assert is_told(error(None, "rank 1 cannot go on: no memory"))
 
 
-@pytest.mark.parametrize(("who", "ranks"), [("rank 0", [0]), ("ranks 0, 2", [0, 2])])
+@pytest.mark.parametrize(("who", "ranks"), [("rank 0", [0]), ("ranks 0, 12", [0, 12])])
 def test_who_failed_for_want_of_others_is_not_blamed_by_these(who: str, ranks: list[int]) -> None:
     """They would quote each other, and neither its own error."""
     text = f"PeerError: rank 1, pass 5: {who} failed and left, so nobody can complete this call."

@@ -247,6 +247,23 @@ def test_behind_an_exception_that_left_join_buffers_follow_rank_0_again(transpor
         assert found == wanted
 
 
+def buffers_of_a_mean(rank: int) -> tuple[list[float], list[float]]:
+    torch.manual_seed(0)
+    model = stretto.DistributedDataParallel(Net(), transport="shared_memory", buffers="mean")
+    wanted = copy.deepcopy(model.module)
+    with model.join():
+        for number in range(1 + rank):
+            wanted.load_state_dict(model.module.state_dict())
+            past_the_wrapper(model, *batches_of(rank, number))
+    wanted(batches_of(1, 1)[0])
+    return model.module.norm.running_mean.tolist(), wanted.norm.running_mean.tolist()
+
+
+def test_a_rank_without_batches_has_no_part_in_the_mean_of_buffers() -> None:
+    (mine, _), (theirs, wanted) = spawn_ranks(buffers_of_a_mean, 2)
+    assert mine == theirs == wanted
+
+
 def goes_on_behind(rank: int, transport: str, throws: bool) -> tuple[list[float], list[int], list[torch.Tensor]]:
     """All leave by an exception, which one rank keeps, and the Join with it.
 

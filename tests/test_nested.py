@@ -883,20 +883,22 @@ class StartsBackward(torch.autograd.Function):
         return gradient, None
 
 
-def met_from_inside(rank: int) -> tuple[list, list[str]]:
+def met_from_inside(rank: int) -> tuple[list, list[str], list[bool]]:
     logger, lines = logging.getLogger("stretto"), []
     listens = logging.Handler(logging.WARNING)
     listens.emit = lambda record: lines.append(record.getMessage())
     logger.addHandler(listens)
-    model, found = Model(), []
+    model, found, sent = Model(), [], []
     small = {"bucket_cap_mb": 120 / 2**20, "transport": "process_group"}
     handles = [stretto.attach(part, **small) for part in (model.c, model.inner)]
     for number in range(3):
         model.zero_grad()
-        model(StartsBackward.apply(batch(rank, number).requires_grad_(), model.c), "ab").backward()
+        x, before = StartsBackward.apply(batch(rank, number).requires_grad_(), model.c), handles[1].statistics.buckets
+        x.register_hook(lambda _, before=before: sent.append(handles[1].statistics.buckets > before))
+        model(x, "ab").backward()
         found.append(copies(model))
     assert [sync.statistics.passes for sync in handles] == [3, 3]
-    return found, lines
+    return found, lines, sent
 
 
 @pytest.mark.ranks
@@ -906,7 +908,8 @@ def test_one_that_nobody_could_know_to_come_is_named() -> None:
         for name, gradient in everyone[0][0][number].items():
             other = everyone[1][0][number][name]
             assert (gradient is None and other is None) or torch.equal(gradient, other), name
-    for rank, (_, lines) in enumerate(everyone):
+    for rank, (_, lines, sent) in enumerate(everyone):
+        assert sent == [True, False, False]  # from then on it waits
         assert lines == [
             f"rank {rank}, pass 1: one backward has reached two attached models on one process group, from inside a "
             "custom autograd function: the one attached later (a.weight, a.bias, b.weight, b.bias) has sent "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -29,7 +30,7 @@ from stretto.channel import LINGER_SECONDS, Channel
 from stretto.engine import when_raised
 from stretto.inquiry import Inquiry
 from stretto.line import POLL_SECONDS
-from stretto.notes import WAYS_TO_LEAVE, Note, text_of, what_ends_this_process
+from stretto.notes import WAYS_TO_LEAVE, Note, last_words, text_of, what_ends_this_process
 from stretto.peers import Peers
 from stretto.seat import Answer, Seat
 from stretto.testing import RecordingTransport, run_ranks, spawn_ranks
@@ -1539,6 +1540,15 @@ def test_who_exits_well_after_an_exception_has_not_failed(code: int | None, told
         assert what_ends_this_process() is None  # at a prompt an exception ends nothing
 
 
+def test_what_was_told_of_a_pass_and_ends_the_process_is_of_that_pass() -> None:
+    """Of another model it is before the next one."""
+    try:
+        raise ValueError("no more data")
+    except ValueError:
+        told = {("one", 2, "ValueError: no more data"), ("other", 3, "ValueError: bad token")}
+        assert last_words(1, {"one": 2, "other": 3}, told, failed=False).counts == {"one": [2, 2], "other": [3, 4]}
+
+
 class Plain:
     """A work of a user's own transport, which knows ``wait()`` alone."""
 
@@ -1757,6 +1767,38 @@ def test_a_rank_that_waits_long_asks_again_ever_more_rarely(
         inquiry.go_on("here", channel, [], float(second))  # type: ignore[arg-type]
     told = [record.getMessage() for record in caplog.records]
     assert channel.asked == 4 and told == [f"here: {second}." for second in (10, 35, 185, 1085)]
+
+
+@pytest.mark.parametrize(("group", "other", "sure"), [(2, 2, True), (2, 1, False), (3, 2, False)])
+def test_a_broadcast_is_waited_for_in_vain_only_if_all_who_may_hand_it_on_wait(
+    group: int, other: int, sure: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may come by way of a rank that is late, or of which nothing is known, when its source has long gone on."""
+
+    def answer(rank: int) -> Answer:
+        return Answer("", [1, 0], {"model": [1, 0]}, {}, range(group + 1) if rank <= other else (), 0)
+
+    class Answering:
+        rank = 0
+
+        def ask(self, handle: str) -> dict[int, str]:
+            return {1: "key", 2: "key"}
+
+        def heard(self, keys: dict[int, str]) -> dict[int, Answer]:
+            return {rank: answer(rank) for rank in keys}
+
+        def beside(self) -> dict[str, list[int]]:
+            return {"model": [2, 0]}
+
+    monkeypatch.setattr(stretto.inquiry, "who_has_gone_apart", lambda *_: None)
+    monkeypatch.setattr(stretto.inquiry, "places", lambda *_: "here and there")
+    monkeypatch.setattr(stretto.inquiry, "others_work", lambda: False)
+    process = SimpleNamespace(is_initialized=lambda: True, get_rank=lambda: 0)
+    monkeypatch.setattr(stretto.inquiry, "dist", process)
+    inquiry = Inquiry(Seat(passes=2))
+    with pytest.raises(stretto.PeerError, match="rank 1 waits") if sure else contextlib.nullcontext():
+        for second in range(100):
+            inquiry.go_on("rank 0", Answering(), [], float(second))  # type: ignore[arg-type]
 
 
 def test_who_waits_for_one_that_has_not_come_is_told_where_to_look(caplog: pytest.LogCaptureFixture) -> None:

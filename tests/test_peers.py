@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import sysconfig
 import textwrap
 import threading
 import time
@@ -39,7 +40,7 @@ from stretto.transport.base import Leftover
 from stretto.transport.letting_go import InFlight
 from stretto.transport.life import is_over, started_at
 from stretto.waiting import this_thread
-from stretto.whereabouts import others_work, standing
+from stretto.whereabouts import is_users, others_work, standing
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -1483,6 +1484,13 @@ def test_a_rank_whose_program_is_over_is_at_its_end() -> None:
     assert standing(stack(library, library)) == "at the end of its program"
     assert standing(stack(user, library, library)) == "in here() at test_peers.py:1 in here"
     assert standing(stack("<string>", library)) == "at line.py:1 in here"
+
+
+def test_packages_that_are_installed_within_pythons_own_folder_are_none_of_its_own() -> None:
+    """As outside a virtual environment."""
+    own = Path(sysconfig.get_paths()["stdlib"])
+    assert not is_users(str(own / "threading.py"))
+    assert is_users(str(own / "site-packages" / "trainer" / "loop.py"))
 
 
 def test_a_rank_inside_an_installed_package_is_at_the_users_own_line_too() -> None:

@@ -154,7 +154,7 @@ def standing(frame: FrameType | None) -> str:
 def awaited_in_torchs(frame: FrameType | None) -> tuple[list[int], int | None]:
     """Ranks, of all, that are to make the collective of torch's in which this rank waits, this one too; or none.
 
-    And the one of them whose tensor this rank is to receive, if it is such a collective.
+    And the one of them whose tensor all are to receive, if it is such a collective: only that one is waited for.
     """
     call = _called(frame)
     if call is None or not _is_torchs(call) or not call.f_code.co_name.startswith((*_FOR_ALL, *_FROM_ONE)):
@@ -163,9 +163,7 @@ def awaited_in_torchs(frame: FrameType | None) -> tuple[list[int], int | None]:
         ranks = distributed_c10d.get_process_group_ranks(call.f_locals.get("group"))
         if call.f_code.co_name.startswith(_FOR_ALL):
             return ranks, None
-        source = ranks[call.f_locals["group_src"]]
-        waits = source != distributed_c10d.get_rank()
-        return (ranks, source) if waits else ([], None)
+        return ranks, ranks[call.f_locals["group_src"]]
     except (LookupError, RuntimeError, TypeError, ValueError):  # no group, or just destroyed; no source so far
         return [], None
 

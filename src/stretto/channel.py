@@ -186,8 +186,8 @@ class Channel(Questions):
                 self._missing.update(range(max(self._numbers, oldest) + 1, last + 1))
                 self._numbers = last
             for number, said in _texts(store, sorted(self._missing)):
-                if said and number in self._missing:
-                    note = Note(**json.loads(said))
+                note = Note(**json.loads(said)) if said else None
+                if note is not None and number in self._missing:  # a handle that was collected may have read it
                     self._missing.discard(number)
                     self.notes.append(note)
                     self._heed(note, store)

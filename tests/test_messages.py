@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import MappingProxyType
+from typing import Literal
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.distributed.device_mesh import DeviceMesh
 
 import stretto
-from stretto import BucketPlan, BucketSpec, ParameterSpec
+from stretto import BucketPlan, BucketSpec, ParameterSpec, steps
 from stretto import DistributedDataParallel as DDP
 from stretto.blame import SAME_CALLS, apart
 from stretto.ddp_faces import ReducerFace
@@ -435,9 +436,12 @@ def unbrought(caplog: pytest.LogCaptureFixture, what: str, *, steps: int = 9) ->
                 torch.cat([one.view(-1) for one in found], out=flat)
                 found = [part.view_as(one) for part, one in zip(flat.split([2, 1]), found, strict=True)]
             if "reduced" in what:
-                stretto.reduce([flat] if "flat" in what else found, transport=transport)
+                op: Literal["mean", "sum"] = "sum" if "as a sum" in what else "mean"
+                stretto.reduce([flat] if "flat" in what else found, op=op, transport=transport)
             for one, grad in zip(parameters, found, strict=True):
                 one.grad = torch.zeros_like(grad) if what == "zeros" else grad.detach()
+                if "as a sum" in what:
+                    one.grad = grad / 2
             return loss
 
         for _ in range(steps):
@@ -463,13 +467,42 @@ def test_gradients_that_no_backward_has_brought_are_told_of_once(caplog: pytest.
     assert unbrought(caplog, what) == [UNBROUGHT]
 
 
+def test_reduce_inside_a_transform_and_what_it_was_given_long_ago_cost_nothing() -> None:
+    """``stretto.reduce`` keeps in mind what it was given, but nothing that is gone."""
+
+    def worker(transport: Transport) -> int:
+        stretto.attach(torch.nn.Linear(2, 1), transport=transport)
+
+        def loss(one: torch.Tensor) -> torch.Tensor:
+            stretto.reduce([one.detach()], transport=transport)
+            return one.sum()
+
+        torch.func.grad(loss)(torch.ones(2))
+        for _ in range(300):
+            stretto.reduce([torch.ones(1)], transport=transport)
+        watch = steps._watch()
+        assert watch is not None
+        return len(watch.averaged)
+
+    assert max(run_ranks(worker, 2)) < 300
+
+
 def test_of_several_optimizers_three_steps_of_one_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
     assert unbrought(caplog, "one each", steps=2) == []
     assert unbrought(caplog, "one each", steps=3) == [UNBROUGHT.replace("weight, bias", "weight", 1)]
 
 
 @pytest.mark.parametrize(
-    "what", ["reduced", "reduced, sharded", "reduced, closure", "reduced, flat", "reduced, flat, one each", "zeros"]
+    "what",
+    [
+        "reduced",
+        "reduced, sharded",
+        "reduced, closure",
+        "reduced, flat",
+        "reduced, flat, one each",
+        "reduced as a sum",
+        "zeros",
+    ],
 )
 def test_gradients_that_were_averaged_or_are_zeros_are_not_told_of(caplog: pytest.LogCaptureFixture, what: str) -> None:
     """Zeros are those of the step in which torch makes an optimizer's state."""

@@ -952,3 +952,29 @@ def test_a_rank_that_gives_up_several_waits_for_the_first_where_a_later_one_make
     for told, gradients in others:
         assert told == "PeerError"
         assert gradients == mine
+
+
+def given_up_in_order(rank: int, hooked: bool) -> str:
+    """The first and the third of three models are one family; the second is a stranger that lies between them."""
+    a, b, c = nn.Linear(2, 2), nn.Linear(2, 3), nn.Linear(3, 4)
+    first, second = stretto.attach(a), stretto.attach(b)
+    if hooked:
+        second.register_comm_hook(None, identity)
+    stretto.attach(c, beside=[first])
+    told = ""
+    for fails in (False, True, False):
+        hidden = a(torch.full((1, 2), 1.0 + rank))
+        hidden = Fails.apply(hidden) if fails and rank == 0 else hidden
+        try:
+            c(b(hidden)).sum().backward()
+        except (ValueError, stretto.PeerError) as error:
+            told += type(error).__name__
+        dist.barrier()
+    return told
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("hooked", [False, True])
+def test_models_are_given_up_in_the_order_in_which_others_end_them(hooked: bool) -> None:
+    """The failing rank gave up the family first, and stayed with its last for ever; others were amid the stranger."""
+    assert spawn_ranks(given_up_in_order, 2, hooked, timeout=50) == ["ValueError", "PeerError"]

@@ -31,7 +31,7 @@ from stretto.channel import LINGER_SECONDS, Channel
 from stretto.engine import when_raised
 from stretto.inquiry import Inquiry
 from stretto.line import POLL_SECONDS
-from stretto.notes import WAYS_TO_LEAVE, Note, last_words, text_of, what_ends_this_process
+from stretto.notes import OF_A_KIND, WAYS_TO_LEAVE, Note, last_words, still_of_use, text_of, what_ends_this_process
 from stretto.peers import Peers
 from stretto.seat import Answer, Seat
 from stretto.testing import RecordingTransport, run_ranks, spawn_ranks
@@ -1939,6 +1939,13 @@ def test_why_a_rank_has_left_is_kept_among_what_it_told_later(monkeypatch: pytes
     assert len(reader.notes) < 20
     assert reader.told(Seat("a"))[0].error == "ValueError: why"
     assert reader.told(Seat("b"))[-1].passes == 30
+
+
+def test_a_refused_step_is_kept_among_failures_that_were_caught_since() -> None:
+    """It ends the others' wait for that step."""
+    refused = Note(0, "step", "a", 1, leaves=True, refused=1)
+    caught = [Note(0, "forward", "a", number) for number in range(1, 9)]
+    assert still_of_use([refused, *caught], {"a"}) == [refused, *caught[-OF_A_KIND:]]
 
 
 def test_what_may_be_about_a_handle_that_has_no_name_yet_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,8 +170,9 @@ class Channel(Questions):
     def _post(self, text: str, store: Store) -> None:
         number: int = store.add("notes", 1)
         store.set(f"note/{number}", text)
-        with contextlib.suppress(RuntimeError):  # some stores cannot forget
-            store.delete_key(f"note/{number - 2 * NOTES_KEPT * self._world_size}")
+        if (old := number - 2 * NOTES_KEPT * self._world_size) > 0:
+            with contextlib.suppress(RuntimeError):  # some stores cannot forget
+                store.delete_key(f"note/{old}")
 
     def read(self) -> None:
         """What is new."""

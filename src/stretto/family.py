@@ -17,6 +17,10 @@ be foreseen, so every handle but the first waits. Nor can a backward be foreseen
 function starts inside backward: if it meets a handle after a later one has sent, a warning says so, and that one then
 waits.
 
+[Note: given up in turn]  A rank whose backward has failed gives up all that this backward has reached, in the order in
+which the others end them. Between hosts, sums go on only while their ranks wait for them. So where a later one makes
+its rank wait (a comm hook, a map of absences), this rank first waits for those before it, as the others do.
+
 [Note: other groups]  Handles on other process groups, say dense layers on all ranks and experts on some, do not mix.
 But each waits at its end for ranks that may be at the end of another. So the handle that ends first ends all that this
 backward has reached, in the order of attaching. Some handles already wait within backward: for a map of absences on a
@@ -167,7 +171,7 @@ class Family:
 
     def give_up(self, given_up: list[Failing]) -> None:
         """Backward has failed on this rank. The list gets those with whose passes it is to stay."""
-        running = self._running()
+        running = sorted(self._running(), key=_number)  # as the others end it
         for member in running:
             amid().discard(member.family)
             given_up.append(member.failing)

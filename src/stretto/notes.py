@@ -126,9 +126,10 @@ def still_of_use(notes: Iterable[Note], handles: Collection[str] | None) -> list
     kept: set[int] = set()
     about = [note for note in notes if handles is None or not note.handle or note.handle in handles]
     for note in about:
-        kinds.setdefault((note.rank, note.handle, note.process, note.leaves and not note.refused), []).append(note)
-    for (_, handle, _, left), of_kind in kinds.items():
-        kept.update(map(id, of_kind[:OF_A_KIND] if left and handle else of_kind[-OF_A_KIND:]))
+        kinds.setdefault((note.rank, note.handle, note.process, note.leaves, bool(note.refused)), []).append(note)
+    for (_, handle, _, leaves, refused), of_kind in kinds.items():
+        first = leaves and not refused and handle
+        kept.update(map(id, of_kind[:OF_A_KIND] if first else of_kind[-OF_A_KIND:]))
     return [note for note in about if id(note) in kept]
 
 

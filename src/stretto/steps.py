@@ -20,6 +20,7 @@ from .engine import left_uncompiled
 from .listeners import Listeners
 
 ENTRY: Any = "stretto"
+_FEW = 64
 
 OURS = "_optimizer_is_ours"
 """An attribute of what ``shard`` builds to step a share, or to try one: these are no steps of the program's."""
@@ -40,6 +41,8 @@ class StepWatch(Listeners):
         """Those of which some handle has told what they step beside it: others would tell the same."""
         self.averaged: dict[Any, weakref.WeakSet[torch.optim.Optimizer]] = {}
         """Where the values lie that ``stretto.reduce`` was given, which views share, and who has stepped with them."""
+        self.elements, self._sweep_at = 0, _FEW
+        """How many elements it was given so far."""
 
     @left_uncompiled
     def begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -52,9 +55,25 @@ class StepWatch(Listeners):
         """And behind it."""
         if OURS not in vars(optimizer):
             self.tell(optimizer, False)
+            if self.averaged:
+                self._sweep()
             for one in stepped_by(optimizer) if self.averaged else ():
-                if (place := _place_of(one.grad)) in self.averaged:
-                    self.averaged[place].add(optimizer)
+                if (used := self.averaged.get(_place_of(one.grad))) is not None:
+                    used.add(optimizer)
+
+    def take(self, tensors: Iterable[torch.Tensor]) -> None:
+        """``stretto.reduce`` has averaged these."""
+        for one in tensors:
+            self.elements += one.numel()
+            if (place := _place_of(one)) is not None:
+                self.averaged[place] = weakref.WeakSet()
+        if len(self.averaged) > self._sweep_at:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        for gone in [place for place in [*self.averaged] if place.expired()]:
+            self.averaged.pop(gone, None)
+        self._sweep_at = max(_FEW, 2 * len(self.averaged))
 
 
 def _tables() -> tuple[dict[Any, Any], dict[Any, Any]]:
@@ -105,13 +124,16 @@ def stop_listening(listener: Listener) -> None:
 def were_averaged(tensors: Iterable[torch.Tensor]) -> None:
     """``stretto.reduce`` has averaged these, gradients maybe."""
     if (watch := _watch()) is not None:
-        for gone in [one for one in [*watch.averaged] if one.expired()]:
-            watch.averaged.pop(gone, None)
-        watch.averaged |= {place: weakref.WeakSet() for place in map(_place_of, tensors) if place is not None}
+        watch.take(tensors)
+
+
+def elements_averaged() -> int:
+    """How many elements ``stretto.reduce`` was given so far."""
+    return 0 if (watch := _watch()) is None else watch.elements
 
 
 def is_averaged(tensor: torch.Tensor, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it was, after the optimizer's last step with it."""
+    """Whether this tensor, or one in the same memory, was, after the optimizer's last step with it."""
     used = None if (watch := _watch()) is None else watch.averaged.get(_place_of(tensor))
     return used is not None and optimizer not in used
 
@@ -120,7 +142,10 @@ def _place_of(tensor: torch.Tensor | None) -> Any:
     """None for one that has no memory of its own, as sparse ones."""
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
         return None
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    try:
+        return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    except NotImplementedError:  # inside a transform of torch.func
+        return None
 
 
 def leave() -> None:

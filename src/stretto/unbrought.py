@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 
 from .launch import LaunchQueue
-from .steps import is_averaged, listen, stepped_by, stop_listening
+from .steps import elements_averaged, is_averaged, listen, stepped_by, stop_listening
 from .tracker import ArrivalTracker
 from .wording import name_list
 
@@ -55,6 +55,9 @@ class Unbrought:
     def __init__(self, queue: LaunchQueue, tracker: ArrivalTracker) -> None:
         self._queue, self._tracker = queue, tracker
         self._steps = self._looks = 0
+        self._given = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
+        """How many elements ``stretto.reduce`` had been given by the end of the last step of each."""
+        self._begun = elements_averaged()
         self._first: weakref.ref[torch.optim.Optimizer] | None = None  # alone is counted: it may step another
         if queue.transport.rank == 0:
             listen(self._stepping)
@@ -72,9 +75,12 @@ class Unbrought:
             return
         stepped = {*map(id, stepped_by(optimizer))}
         mine = [one for one in tracker.alive(range(len(queue.names))) if id(one[1]) in stepped]
-        if not any(one.grad is not None for _, one in mine):
+        if not (mine := [(index, one) for index, one in mine if one.grad is not None]):
             return
         self._looks += 1
+        before, self._given[optimizer] = self._given.get(optimizer, self._begun), elements_averaged()
+        if self._given[optimizer] - before >= sum(one.numel() for _, one in mine):  # what is stepped may be made of it
+            return
         names = of_this_rank(queue, optimizer, mine)
         if names and self._first is None:
             self._first = weakref.ref(optimizer)

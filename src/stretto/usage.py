@@ -142,8 +142,8 @@ class NeverUsed:
         self._suspects &= {queue.names[index] for index in unused}
         self._passes += 1
         if self._passes == PASSES:
-            without = {queue.names[index] for index in unused - gone if not _has_values(queue.references[index]())}
-            if names := [name for name in queue.names if name in self._suspects & without]:
+            alone = [index for index in sorted(unused - gone) if queue.names[index] in self._suspects]
+            if names := [queue.names[index] for index in alone if not _has_values(queue.references[index]())]:
                 self._warn(names, told)
         self.looking = bool(self._suspects) and self._passes < PASSES
 

@@ -1075,8 +1075,13 @@ def test_the_compiler_takes_an_attached_module_whole_and_once() -> None:
                 compiled(x(1.0))
 
     torch._dynamo.reset()
-    before = torch._dynamo.convert_frame.FRAME_COUNTER
-    run_ranks(worker, 2)
+    gc.collect()
+    gc.disable()  # what other tests have left might be finalised while the compiler listens, in frames of its own
+    try:
+        before = torch._dynamo.convert_frame.FRAME_COUNTER
+        run_ranks(worker, 2)
+    finally:
+        gc.enable()
     assert counter.frame_count == 1
     looked_at = torch._dynamo.convert_frame.FRAME_COUNTER - before
     assert looked_at == 1, "frames beside the model's, which it may refuse"  # counted in the whole process

@@ -16,6 +16,7 @@ import time
 import traceback
 import unittest.mock
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -1063,8 +1064,13 @@ def test_of_two_handles_either_may_leave_first(first) -> None:
     assert run_ranks(worker, 2) == [(True, [1], True)] * 2
 
 
-def test_the_compiler_takes_an_attached_module_whole_and_once() -> None:
+def test_the_compiler_takes_an_attached_module_whole_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     counter = torch._dynamo.testing.CompileCounter()
+    looks_at, code = torch._dynamo.convert_frame.ConvertFrameAssert.__call__, []
+
+    def listed(self, frame, *rest, **named):
+        code.append(frame.f_code)
+        return looks_at(self, frame, *rest, **named)
 
     def worker(transport):
         model = Model()
@@ -1075,16 +1081,12 @@ def test_the_compiler_takes_an_attached_module_whole_and_once() -> None:
                 compiled(x(1.0))
 
     torch._dynamo.reset()
-    gc.collect()
-    gc.disable()  # what other tests have left might be finalised while the compiler listens, in frames of its own
-    try:
-        before = torch._dynamo.convert_frame.FRAME_COUNTER
-        run_ranks(worker, 2)
-    finally:
-        gc.enable()
+    monkeypatch.setattr(torch._dynamo.convert_frame.ConvertFrameAssert, "__call__", listed)
+    run_ranks(worker, 2)
     assert counter.frame_count == 1
-    looked_at = torch._dynamo.convert_frame.FRAME_COUNTER - before
-    assert looked_at == 1, "frames beside the model's, which it may refuse"  # counted in the whole process
+    ours = (str(Path(stretto.__file__).parent), __file__)  # and not a finaliser of what another test has left
+    looked_at = [one.co_name for one in code if one.co_filename.startswith(ours)]
+    assert looked_at == ["forward"], "frames beside the model's, which it may refuse"
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is (deprecated|not supported):DeprecationWarning")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import time
+import unittest.mock
 import weakref
 
 import pytest
@@ -17,6 +19,7 @@ import stretto
 from stretto.testing import RecordingTransport, run_ranks, spawn_ranks
 from stretto.testing_network import SeparateHosts
 from stretto.transport import ProcessGroupTransport, choose
+from stretto.transport.base import FLUSH_SECONDS
 
 WIDTH = 5
 
@@ -952,6 +955,35 @@ def test_a_rank_that_gives_up_several_waits_for_the_first_where_a_later_one_make
     for told, gradients in others:
         assert told == "PeerError"
         assert gradients == mine
+
+
+def given_up_at_its_end(rank: int) -> str:
+    """The first of two models fails at the end of backward on rank 0, long before the other ranks come to theirs."""
+    parts, handles = [nn.Linear(2, 2) for _ in range(2)], []
+    for part in parts:
+        transport = choose(SeparateHosts(ProcessGroupTransport(), (2, 1)), "auto")
+        handles.append(stretto.attach(part, transport=transport, bucket_cap_mb=1e-5, beside=handles))
+    handles[1].register_comm_hook(None, mean_of_three)
+    told = ""
+    for fails in (False, True, False):
+        loss = parts[1](parts[0](torch.full((1, 2), 1.0 + rank))).sum()
+        if fails and rank:
+            time.sleep(FLUSH_SECONDS + 1)
+        full = unittest.mock.Mock(side_effect=MemoryError("no room"))
+        out = unittest.mock.patch.object(handles[0]._reducer.tracker, "contributed", full)
+        try:
+            with out if fails and not rank else contextlib.nullcontext():
+                loss.backward()
+        except (MemoryError, stretto.PeerError) as error:
+            told += type(error).__name__ + " no room" * ("no room" in str(error))
+    return told
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_rank_that_fails_in_the_end_of_the_first_waits_for_it_where_a_later_one_makes_it_wait() -> None:
+    told = spawn_ranks(given_up_at_its_end, 3, timeout=50)
+    assert told == ["MemoryError no room", *["PeerError no room"] * 2]
 
 
 def given_up_in_order(rank: int, hooked: bool) -> str:

@@ -18,8 +18,9 @@ function starts inside backward: if it meets a handle after a later one has sent
 waits.
 
 [Note: given up in turn]  A rank whose backward has failed gives up all that this backward has reached, in the order in
-which the others end them. Between hosts, sums go on only while their ranks wait for them. So where a later one makes
-its rank wait (a comm hook, a map of absences), this rank first waits for those before it, as the others do.
+which the others end them; where one failed as it ended, those behind it. Between hosts, sums go on only while their
+ranks wait for them. So where a later one makes its rank wait (a comm hook, a map of absences), this rank first waits
+for those before it, as the others do.
 
 [Note: other groups]  Handles on other process groups, say dense layers on all ranks and experts on some, do not mix.
 But each waits at its end for ranks that may be at the end of another. So the handle that ends first ends all that this
@@ -155,8 +156,9 @@ class Family:
                 except BaseException as error:
                     self.lose_with(member, error)
                     behind = [one for one in running[place:] if one.running]
+                    given_up = [member, *behind]
                     try:
-                        all_of(behind, functools.partial(_give_up, behind))
+                        all_of(given_up, functools.partial(_give_up, given_up))
                     finally:
                         all_of(behind, lambda one: one.failing.stay())
                     raise
@@ -308,9 +310,12 @@ def _part(members: Iterable[Reducer]) -> None:
 
 
 def _give_up(members: Sequence[Reducer], member: Reducer) -> None:
-    """One of them, where those behind it are to be given up next: see [Note: given up in turn]."""
+    """One of them, if it is not yet, where those behind it come next: see [Note: given up in turn]."""
+    if member.running:
+        member.give_up()
     behind = [one.queue for one in members[members.index(member) + 1 :]]
-    member.give_up(stays=any([queue.waits_within or queue.presence.active for queue in behind]))
+    if any([queue.waits_within or queue.presence.active for queue in behind]):
+        member.outlast()
 
 
 def all_of(members: Sequence[Reducer], call: Callable[[Reducer], None]) -> None:

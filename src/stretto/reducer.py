@@ -5,13 +5,12 @@
     outermost backward ends ──> launch what is left ──> buffers under way ──> wait ──> .grad in place ──> new plan?
 
 As long as gradients arrive in the order of the last pass, schedule.py says which buckets are complete at which arrival.
-In any other order each arrival is looked at, which costs more and is right for every graph.
+In any other order each arrival is looked at, which costs more and is right for every graph. Sparse gradients lie beside
+the buckets: sparse.py. For [Note: end of a pass] and [Note: nested tasks] see engine.py.
 
 [Note: a pass given up]  If backward raises on this rank, peers may be waiting for its buckets. So the rest of the pass
 is launched at once, marked as given up; the peers' backward raises ``PeerError``, and all ranks stay in step. Gradients
 that lie in buckets are dropped (``.grad = None``), since they are being overwritten.
-
-Sparse gradients lie beside the buckets: sparse.py. [Note: end of a pass], [Note: nested tasks]: engine.py.
 """
 
 from __future__ import annotations
@@ -76,8 +75,7 @@ class Reducer:
         """The buckets of the plan in use."""
         self.sparse = SparseGradients(sparse, transport, scaling, options.reduce_dtypes(sparse))
         self.inspection = Inspection(members, places, peers.gather)
-        self.stop_watching = self._events.remove
-        self.members, self.transport = members, transport
+        self.stop_watching, self.members, self.transport = self._events.remove, members, transport
         self.delay = self.always_delays = options.delay  # all till after backward: so asked, or behind another
         self.synchronize, self.kept, self._passes = True, 0, 0
         self.running = self.waits = self.detached = self._is_idle = False  # waits: as delay, in this pass
@@ -311,9 +309,8 @@ class Reducer:
 
     # A pass that failed on this rank: see [Note: a pass given up]
 
-    def give_up(self, *, stays: bool = False) -> None:
-        """Launch the rest of the pass, marked. Where others need this rank for it, it is to stay: ``failing.stay``; or
-        here, until all of it is there."""
+    def give_up(self) -> None:
+        """Launch the rest of the pass, marked. Where others need this rank for it, it is to stay: ``failing.stay``."""
         with self.queue.lock, torch.no_grad():
             self._stop()
             known = self.sparse.any or self.uneven is not None or self.inspection.due(self.queue.pass_number)
@@ -324,8 +321,12 @@ class Reducer:
             self._given_up.buffers = self._beside.send_given_up()
             if not self.queue.tells and self.queue.pass_number == 1:
                 self._consensus.replanning.send_order()  # peers do not know of the failure
-            if stays:
-                self._given_up.words = self._wait(self._given_up.buffers, release=False)
+
+    def outlast(self) -> None:
+        """Wait until all of a pass that was given up is there."""
+        if (given_up := self._given_up) is not None and not self.failing.is_lost:
+            with self.queue.lock, torch.no_grad(), self.failing:
+                given_up.outlast(self._wait)
 
     def _stop(self) -> None:
         self.running = self.queue.peers.seat.in_pass = False
@@ -338,7 +339,7 @@ class Reducer:
         self._given_up = None
         with torch.no_grad():
             try:
-                words = given_up.words or self._wait(given_up.buffers, release=False)
+                words = given_up.outlast(self._wait)
             finally:
                 self._reset()
             self._consensus.hear_of_own_failure(words, known=given_up.known, crosses=given_up.crosses)

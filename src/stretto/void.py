@@ -6,7 +6,7 @@ for a rank that is not in step any more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from .broadcast import CoalescedMessages
@@ -46,14 +46,19 @@ class GivenUp:
     """How often sharded optimizers had stepped, for each handle that has some."""
     buffers: CoalescedMessages = field(default_factory=CoalescedMessages)
     """Of the module, still under way."""
-    words: ControlWords | None = None
-    """What ranks said in it, once all of it was waited for."""
+    _words: ControlWords | None = None
 
     @property
     def crosses(self) -> bool:
         """Whether there are sharded optimizers, and none has stepped since here: on other ranks they may have."""
         left = [(seat, steps) for seat, steps in self.steps if seat.sharded]
         return bool(left) and all(seat.steps[: len(steps)] == steps for seat, steps in left)
+
+    def outlast(self, wait: Callable[..., ControlWords]) -> ControlWords:
+        """Wait until all of it is there, if nobody has yet. Returns what ranks said in it."""
+        if self._words is None:
+            self._words = wait(self.buffers, release=False)
+        return self._words
 
 
 def given_up(queue: LaunchQueue, ranks: int, *, too_late: bool = False) -> PeerError:

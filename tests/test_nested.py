@@ -957,6 +957,34 @@ def test_a_rank_that_gives_up_several_waits_for_the_first_where_a_later_one_make
         assert gradients == mine
 
 
+def given_up_on_two_groups(rank: int, host_sizes: tuple[int, ...], third: bool) -> list[str]:
+    """Backward fails on rank 0 when it has reached handles of all ranks and one of two ranks, which have met before."""
+    pair, told = dist.new_group([0, 1]), []
+    dense, expert, last = (nn.Linear(2, 2) for _ in range(3))
+    stretto.attach(dense, transport=choose(SeparateHosts(ProcessGroupTransport(), host_sizes), "auto"))
+    if rank < 2:
+        stretto.attach(expert, process_group=pair).register_comm_hook(pair, identity)
+    if third:
+        stretto.attach(last).register_comm_hook(None, mean_of_three)
+    for fails in (False, False, True, False):
+        hidden = dense(torch.full((1, 2), 1.0 + rank))
+        hidden = Fails.apply(hidden) if fails and rank == 0 else hidden
+        try:
+            last(expert(hidden) if rank < 2 else hidden).sum().backward()
+        except (ValueError, stretto.PeerError) as error:
+            told.append(type(error).__name__)
+        dist.barrier()
+    return told
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("host_sizes, third", [((2, 1), False), ((3,), True)])
+def test_models_of_several_groups_are_given_up_in_the_order_in_which_others_end_them(host_sizes, third) -> None:
+    """A rank gave up those of one group alone, in another order than the others, and stayed with one for ever."""
+    told = spawn_ranks(given_up_on_two_groups, 3, host_sizes, third, timeout=50)
+    assert told == [["ValueError"], ["PeerError"], ["PeerError"]]
+
+
 def given_up_at_its_end(rank: int) -> str:
     """The first of two models fails at the end of backward on rank 0, long before the other ranks come to theirs."""
     parts, handles = [nn.Linear(2, 2) for _ in range(2)], []
@@ -989,12 +1017,15 @@ def test_a_rank_that_fails_in_the_end_of_the_first_waits_for_it_where_a_later_on
 def given_up_in_order(rank: int, hooked: bool) -> str:
     """The first and the third of three models are one family; the second is a stranger that lies between them."""
     a, b, c = nn.Linear(2, 2), nn.Linear(2, 3), nn.Linear(3, 4)
-    first, second = stretto.attach(a), stretto.attach(b)
+    carried = "auto" if hooked else "process_group"  # where all of them share one channel
+    first, second = stretto.attach(a, transport=carried), stretto.attach(b, transport=carried)
     if hooked:
         second.register_comm_hook(None, identity)
-    stretto.attach(c, beside=[first])
+    stretto.attach(c, transport=carried, beside=[first])
     told = ""
     for fails in (False, True, False):
+        for part in (a, b, c):
+            part.zero_grad()
         hidden = a(torch.full((1, 2), 1.0 + rank))
         hidden = Fails.apply(hidden) if fails and rank == 0 else hidden
         try:
@@ -1002,11 +1033,14 @@ def given_up_in_order(rank: int, hooked: bool) -> str:
         except (ValueError, stretto.PeerError) as error:
             told += type(error).__name__
         dist.barrier()
-    return told
+    mine = torch.cat([p.grad.flatten() for part in (a, b, c) for p in part.parameters()])
+    other = mine.clone()
+    dist.broadcast(other, 0)
+    return f"{told}, {torch.equal(mine, other)}"
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("hooked", [False, True])
 def test_models_are_given_up_in_the_order_in_which_others_end_them(hooked: bool) -> None:
     """The failing rank gave up the family first, and stayed with its last for ever; others were amid the stranger."""
-    assert spawn_ranks(given_up_in_order, 2, hooked, timeout=50) == ["ValueError", "PeerError"]
+    assert spawn_ranks(given_up_in_order, 2, hooked, timeout=50) == ["ValueError, True", "PeerError, True"]

@@ -17,10 +17,10 @@ be foreseen, so every handle but the first waits. Nor can a backward be foreseen
 function starts inside backward: if it meets a handle after a later one has sent, a warning says so, and that one then
 waits.
 
-[Note: given up in turn]  A rank whose backward has failed gives up all that this backward has reached, in the order in
-which the others end them; where one failed as it ended, those behind it. Between hosts, sums go on only while their
-ranks wait for them. So where a later one makes its rank wait (a comm hook, a map of absences), this rank first waits
-for those before it, as the others do.
+[Note: given up in turn]  A rank whose backward has failed gives up all that this backward has reached, on any process
+group, in the order in which the others end them; where one failed as it ended, those behind it. Between hosts, sums go
+on only while their ranks wait for them. So where a later one makes its rank wait (a comm hook, a map of absences), this
+rank first waits for those before it, as the others do.
 
 [Note: other groups]  Handles on other process groups, say dense layers on all ranks and experts on some, do not mix.
 But each waits at its end for ranks that may be at the end of another. So the handle that ends first ends all that this
@@ -173,12 +173,13 @@ class Family:
 
     def give_up(self, given_up: list[Failing]) -> None:
         """Backward has failed on this rank. The list gets those with whose passes it is to stay."""
-        running = sorted(self._running(), key=_number)  # as the others end it
-        for member in running:
-            amid().discard(member.family)
-            given_up.append(member.failing)
-            _give_up(running, member)
-        _part(running)
+        running = self._reached()
+        try:
+            for member in running:
+                given_up.append(member.failing)
+                _give_up(running, member)
+        finally:
+            _part(running)
 
     def shadow(self) -> None:
         """Take part in one pass of the other ranks, all members if it has not lost its place. Collective."""

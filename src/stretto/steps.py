@@ -55,7 +55,7 @@ class StepWatch(Listeners):
         """And behind it."""
         if OURS not in vars(optimizer):
             self.tell(optimizer, False)
-            if self.averaged:
+            if 0 < len(self.averaged) <= _FEW:  # more are swept as more come, or each step would look at all of them
                 self._sweep()
             for one in stepped_by(optimizer) if self.averaged else ():
                 if (used := self.averaged.get(_place_of(one.grad))) is not None:
@@ -64,7 +64,8 @@ class StepWatch(Listeners):
     def take(self, tensors: Iterable[torch.Tensor]) -> None:
         """``stretto.reduce`` has averaged these."""
         for one in tensors:
-            self.elements += one.numel()
+            count = one.numel()
+            self.elements += count
             if (place := _place_of(one)) is not None:
                 self.averaged[place] = weakref.WeakSet()
         if len(self.averaged) > self._sweep_at:

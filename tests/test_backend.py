@@ -388,6 +388,86 @@ def test_large_tensors_take_little_shared_memory():
     assert max(spawn_ranks(memory_in_use, 2)) < 32 * memory.MIB
 
 
+def results_of_functional_collectives(rank):
+    """They lie in other tensors, and are waited for at their first use."""
+    from torch.distributed import _functional_collectives as functional
+
+    group = backend()
+
+    def summed(numel=4):
+        return functional.all_reduce(torch.arange(float(numel)) + rank, "sum", group)
+
+    dist.all_to_all_single(out := torch.zeros(4), summed(), group=group)
+    assert out.tolist() == ([1, 3, 1, 3] if rank == 0 else [5, 7, 5, 7])
+    mine, got = summed(), functional.all_reduce(torch.zeros(4), "sum", group)
+    (dist.recv if rank else dist.send)(got if rank else mine, 1 - rank, group)
+    assert (got + 0).tolist() == ([1, 3, 5, 7] if rank else [0] * 4)
+    dist.all_reduce(twice := summed(), group=group)
+    results = [torch.zeros(4) for _ in range(2)]
+    dist.all_gather(results, summed(), group)
+    assert (twice + 0).tolist() == [2, 6, 10, 14] and results[1].tolist() == [1, 3, 5, 7]
+
+
+@pytest.mark.ranks
+def test_results_of_functional_collectives_are_sent_and_received():
+    spawn_ranks(results_of_functional_collectives, 2)
+
+
+def tried_out(rank):
+    """In this mode a program runs without its data: also if it makes the first collectives of the group."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    group = backend()
+    for _ in range(2):
+        with FakeTensorMode():
+            fake = torch.ones(2)
+            dist.barrier(group)
+            dist.all_reduce(fake, group=group)
+            dist.all_gather([torch.zeros(2) for _ in range(2)], fake, group)
+            dist.all_to_all_single(torch.zeros(2), fake, group=group)
+            dist.all_reduce(torch.ones(2, dtype=torch.float8_e5m2), group=group)  # which Gloo would refuse
+            assert dist.broadcast(fake, 0, group, async_op=True).get_future().wait()[0] is fake
+            dist.send(fake, 1 - rank, group)
+        dist.all_reduce(torch.ones(2, device="meta"), group=group)
+        dist.all_reduce(real := torch.ones(2), group=group)
+        assert real.tolist() == [2, 2]
+
+
+@pytest.mark.ranks
+def test_tensors_that_have_only_a_shape_are_not_sent():
+    spawn_ranks(tried_out, 2)
+
+
+def whose_values_lie_elsewhere(rank):
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    group = backend()
+    mesh = DeviceMesh.from_group(group, "cpu")
+    tensor, told = DTensor.from_local(torch.ones(2), mesh, [Shard(0)]), []
+    for call in (
+        lambda: dist.send(tensor, 1 - rank, group),
+        lambda: dist.recv(tensor, 1 - rank, group),
+        lambda: dist.all_to_all_single(torch.zeros(2), tensor, group=group),
+    ):
+        with pytest.raises(stretto.UnsupportedError) as caught:
+            call()
+        told.append(str(caught.value))
+    dist.all_to_all_single(out := torch.zeros(2), tensor.to_local(), group=group)
+    assert out.tolist() == [1, 1], "what was refused did no harm"
+    return told
+
+
+@pytest.mark.ranks
+def test_gloo_is_handed_no_tensor_whose_values_lie_in_others():
+    for rank, told in enumerate(spawn_ranks(whose_values_lie_elsewhere, 2)):
+        for what, text in zip(["send", "recv", "all_to_all_single"], told, strict=True):
+            assert text == (
+                f"rank {rank}: {what} takes no DTensor: its values lie in other tensors.\n"
+                "Hand it those instead, one by one; the part of a DTensor that a rank has is to_local()."
+            )
+
+
 # Programs that know nothing of stretto
 
 

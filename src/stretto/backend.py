@@ -44,42 +44,14 @@ from torch._C._distributed_c10d import (
     Work,
     _DistributedBackendOptions,
 )
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import CommunicationError, PeerError
 from .transport import ProcessGroupTransport, SharedMemoryTransport, choose
 from .transport.base import as_reals, in_one_row
-from .transport.collectives import Collectives, WorldOfOne, can_reduce
+from .transport.collectives import Collectives, Done, WorldOfOne, can_reduce
 from .transport.shared_memory import let_go
-
-
-class Done(Work):
-    """The work of a collective that is complete."""
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        super().__init__()
-        self._tensors = tensors
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """It is done."""
-        return True
-
-    def is_completed(self) -> bool:
-        """It is."""
-        return True
-
-    def is_success(self) -> bool:
-        """Always true: a failure raises at once."""
-        return True
-
-    def result(self) -> list[torch.Tensor]:
-        """The tensors that were written."""
-        return self._tensors
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A future that has them."""
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-        future.set_result(self._tensors)
-        return future
+from .transport.stand_ins import on_values, refuse_stand_ins
 
 
 class StrettoProcessGroup(dist.ProcessGroup):
@@ -123,6 +95,7 @@ class StrettoProcessGroup(dist.ProcessGroup):
         """Whether the ranks share memory; None before the first collective, at which they find out. One shares none."""
         return isinstance(self._collectives, Collectives) if self._asked else None
 
+    @on_values
     def allreduce(self, tensors: Any, opts: Any = None, **more: Any) -> Work:
         """``dist.all_reduce``."""
         options = _options(AllreduceOptions, opts, more)
@@ -133,6 +106,7 @@ class StrettoProcessGroup(dist.ProcessGroup):
             shared.all_reduce(as_reals(row), operation, _timeout(options))
         return Done([*tensors])
 
+    @on_values
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Work:
         """``dist.all_reduce_coalesced``: one after the other."""
         options = AllreduceOptions()
@@ -142,6 +116,7 @@ class StrettoProcessGroup(dist.ProcessGroup):
             self.allreduce([tensor], options).wait()
         return Done([*tensors])
 
+    @on_values
     def broadcast(self, tensors: Any, opts: Any = None, **more: Any) -> Work:
         """``dist.broadcast``."""
         options = _options(BroadcastOptions, opts, more)
@@ -152,6 +127,7 @@ class StrettoProcessGroup(dist.ProcessGroup):
             shared.broadcast(row, options.rootRank, _timeout(options))
         return Done([*tensors])
 
+    @on_values
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, **more: Any) -> Work:
         """``dist.all_gather``: into one tensor for each rank."""
         options = _options(AllgatherOptions, opts, more)
@@ -162,6 +138,7 @@ class StrettoProcessGroup(dist.ProcessGroup):
             shared.all_gather(rows, in_one_row(input_tensors[0].data), _timeout(options))
         return Done([*output_tensors[0]])
 
+    @on_values
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Work:
         """``dist.all_gather_single``, formerly ``all_gather_into_tensor``: results one after the other."""
         options = opts or AllgatherOptions()
@@ -172,6 +149,7 @@ class StrettoProcessGroup(dist.ProcessGroup):
             shared.all_gather(_parts(row, self.size()), in_one_row(input.data), _timeout(options))
         return Done([output])
 
+    @on_values
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, **more: Any) -> Work:
         """``dist.reduce_scatter``: of one tensor for each rank."""
         options = _options(ReduceScatterOptions, opts, more)
@@ -184,6 +162,7 @@ class StrettoProcessGroup(dist.ProcessGroup):
             shared.reduce_scatter(as_reals(row), parts, operation, _timeout(options))
         return Done([*output_tensors])
 
+    @on_values
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Work:
         """``dist.reduce_scatter_single``, formerly ``reduce_scatter_tensor``: of as many parts as ranks."""
         options = opts or ReduceScatterOptions()
@@ -196,12 +175,14 @@ class StrettoProcessGroup(dist.ProcessGroup):
             shared.reduce_scatter(as_reals(row), parts, operation, _timeout(options))
         return Done([output])
 
+    @on_values
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         """Several, one after the other."""
         for output, input in zip(outputs, inputs, strict=True):
             self.all_gather_single(output, input, opts).wait()
         return Done([*outputs])
 
+    @on_values
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         """Several, one after the other."""
         for output, input in zip(outputs, inputs, strict=True):
@@ -211,20 +192,26 @@ class StrettoProcessGroup(dist.ProcessGroup):
     # torch's C++ would hold the interpreter's lock while it calls Gloo for these, whose threads, with a lock of Gloo's,
     # wait for it where they let go of the tensors of an earlier one: ranks hung in one of some fifteen programs.
 
+    @on_values
     def all_to_all_single(
         self, output: Any, input: Any, output_split_sizes: Any, input_split_sizes: Any, opts: Any = None, **more: Any
     ) -> Work:
         """``dist.all_to_all_single``, by Gloo."""
+        refuse_stand_ins(self._rank, "all_to_all_single", (output, input))
         options = AllToAllOptions() if opts is None else opts
         options.timeout = more.get("timeout", options.timeout)
         return self._gloo.alltoall_base(output, input, output_split_sizes, input_split_sizes, options)
 
+    @on_values
     def send(self, tensors: Any, dstRank: int, tag: int) -> Work:
         """``dist.send``, by Gloo."""
+        refuse_stand_ins(self._rank, "send", tensors)
         return self._gloo.send(tensors, dstRank, tag)
 
+    @on_values
     def recv(self, tensors: Any, srcRank: int, tag: int) -> Work:
         """``dist.recv``, by Gloo."""
+        refuse_stand_ins(self._rank, "recv", tensors)
         return self._gloo.recv(tensors, srcRank, tag)
 
     # The names that they had before
@@ -258,7 +245,8 @@ class StrettoProcessGroup(dist.ProcessGroup):
         with self._turn:
             if not self._asked:
                 self._asked = True  # before the question, which goes through this group
-                chosen = choose(ProcessGroupTransport(self), "auto")
+                with _disable_current_modes():  # in which tensors may be fake
+                    chosen = choose(ProcessGroupTransport(self), "auto")
                 if isinstance(chosen, SharedMemoryTransport):
                     self._transport = chosen
                     # When the program ends others see that, and may be told why.

@@ -963,6 +963,11 @@ def gives_a_tensor(state: object, bucket: object) -> torch.Tensor:
     return bucket.buffer()
 
 
+def resizes(state: object, bucket: object) -> torch.futures.Future:
+    bucket.buffer().resize_(bucket.buffer().numel() + 1)
+    return identity(state, bucket)
+
+
 def gives_nothing(state: object, bucket: object) -> torch.futures.Future:
     return identity(state, bucket).then(lambda done: None)
 
@@ -982,6 +987,12 @@ def gives_nothing(state: object, bucket: object) -> torch.futures.Future:
             "that is done: future = torch.futures.Future(); future.set_result(tensor).",
         ),
         (
+            resizes,
+            "comm hook test_messages.resizes has resized bucket.buffer() in place, from 13 elements to 14.\n"
+            "Behind it lies what ranks tell each other: resize a copy, bucket.buffer().clone(), and let the future "
+            "have its first elements.",
+        ),
+        (
             lambda state, bucket: identity(state, bucket).then(lambda done: []),
             "the comm hook's future holds a list in place of the reduced flat tensor.\n"
             "Let its last callback return that tensor.",
@@ -995,7 +1006,7 @@ def gives_nothing(state: object, bucket: object) -> torch.futures.Future:
 )
 def test_text_of_hooks_that_do_not_keep_the_contract(hook, text: str) -> None:
     def worker(transport):
-        with pytest.raises(TypeError) as caught:
+        with pytest.raises((TypeError, ValueError)) as caught:
             hooked(hook)(transport)
         return str(caught.value)
 

@@ -47,6 +47,7 @@ from .hook_work import HookWork, collectives_begun, is_of_hook
 from .notes import text_of
 from .options import Options
 from .transport.base import Transport, Work, as_reals
+from .wording import counted
 
 if TYPE_CHECKING:
     from .peers import Peers
@@ -165,7 +166,17 @@ class CommHook:
         return work
 
     def _call(self, bucket: Bucket) -> Any:
-        future = self.hook(self.state, GradBucket(bucket))
+        seen = GradBucket(bucket)
+        flat, numel = seen.buffer(), seen.buffer().numel()
+        future = self.hook(self.state, seen)
+        if flat.numel() != numel:
+            error: Exception = ValueError(
+                f"{self} has resized bucket.buffer() in place, from {counted(numel, 'elements')} to {flat.numel()}.\n"
+                "Behind it lies what ranks tell each other: resize a copy, bucket.buffer().clone(), and let the future "
+                "have its first elements."
+            )
+            self.failure = text_of(error)  # called again, it would do the same
+            raise error
         if not (hasattr(future, "done") and hasattr(future, "wait")):
             error = TypeError(
                 f"{self} returned a {type(future).__name__}, not a torch.futures.Future of "

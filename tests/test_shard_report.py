@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import pytest
 import torch
 from test_shard import CARRIERS, assert_same, backward, pair, shared, train
 
@@ -130,6 +131,21 @@ def test_how_gradients_arrive_is_told_with_the_reason() -> None:
         CARRIERS["threads"](told, 2)
         == ["AdamW: gradients arrive whole, since local (threads of one process) sends no shares"] * 2
     )
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_gradients_are_withheld_between_any_hosts(world: int) -> None:
+    """Also where they arrive whole, as numbers of ranks are unequal: the program has not to know."""
+
+    def worker(transport: Any) -> None:
+        model, sharded, *_ = pair(transport, keep_grads=False)
+        backward(model, transport.rank, 0)
+        with pytest.raises(stretto.WithheldError):
+            next(model.parameters()).grad.sum()
+        sharded.step()
+        assert all(one.grad is None for one in model.parameters() if one.numel())
+
+    CARRIERS["hosts"](worker, world)
 
 
 def test_gradients_of_a_comm_hook_are_there_for_all_to_see() -> None:

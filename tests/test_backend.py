@@ -521,8 +521,8 @@ def other_wrappers(rank):
         hooked = DistributedDataParallel(net(), process_group=group)
         hooked.register_comm_hook(group, fp16_compress_hook)
         steps(hooked, torch.optim.SGD(hooked.parameters(), lr=0.1))
-        uneven = DistributedDataParallel(net(), process_group=group)
-        with uneven.join():
+        uneven = DistributedDataParallel(net(), process_group=group, find_unused_parameters=True)
+        with uneven.join():  # whose ranks tell each other, in another way without batches, what was used
             for _ in range(2 + rank):
                 uneven(torch.ones(2, 10)).sum().backward()
         sharded = net()

@@ -58,7 +58,7 @@ class StrettoProcessGroup(dist.ProcessGroup):
     """What ``init_process_group("stretto")`` and ``new_group(backend="stretto")`` make.
 
     Its ranks find out whether they share memory at their first collective. Other signatures of its methods than those
-    that ``torch.distributed`` and torch's C++ use are left to Gloo.
+    that torch itself uses are left to Gloo.
 
     Args:
         options: the store, rank, size and timeout, as torch gives them to a backend.
@@ -97,7 +97,8 @@ class StrettoProcessGroup(dist.ProcessGroup):
 
     @on_values
     def allreduce(self, tensors: Any, opts: Any = None, **more: Any) -> Work:
-        """``dist.all_reduce``."""
+        """``dist.all_reduce``; in torch's DDP, ranks that have run out of batches give the tensor by itself."""
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         options = _options(AllreduceOptions, opts, more)
         operation = _operation(options, tensors)
         if operation is None or (shared := self._shared(tensors)) is None:

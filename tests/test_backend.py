@@ -449,19 +449,23 @@ def whose_values_lie_elsewhere(rank):
         lambda: dist.send(tensor, 1 - rank, group),
         lambda: dist.recv(tensor, 1 - rank, group),
         lambda: dist.all_to_all_single(torch.zeros(2), tensor, group=group),
+        lambda: dist.all_reduce(tensor, group=group),
+        lambda: dist.broadcast(tensor, 0, group),
     ):
         with pytest.raises(stretto.UnsupportedError) as caught:
             call()
         told.append(str(caught.value))
     dist.all_to_all_single(out := torch.zeros(2), tensor.to_local(), group=group)
-    assert out.tolist() == [1, 1], "what was refused did no harm"
+    dist.all_reduce(out, group=group)
+    assert out.tolist() == [2, 2], "what was refused did no harm"
     return told
 
 
 @pytest.mark.ranks
-def test_gloo_is_handed_no_tensor_whose_values_lie_in_others():
+def test_no_tensor_whose_values_lie_in_others_is_taken():
+    calls = ["send", "recv", "all_to_all_single", "allreduce", "broadcast"]
     for rank, told in enumerate(spawn_ranks(whose_values_lie_elsewhere, 2)):
-        for what, text in zip(["send", "recv", "all_to_all_single"], told, strict=True):
+        for what, text in zip(calls, told, strict=True):
             assert text == (
                 f"rank {rank}: {what} takes no DTensor: its values lie in other tensors.\n"
                 "Hand it those instead, one by one; the part of a DTensor that a rank has is to_local()."

@@ -20,13 +20,19 @@ _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
 def on_values(collective: Callable[..., Work]) -> Callable[..., Work]:
-    """A method of a backend that is given tensors with memory, whatever it is called with."""
+    """A method of a backend that is given tensors with memory, whatever it is called with.
+
+    The backend has ``rank``. Raises ``UnsupportedError`` for a tensor whose values lie in others, before anything is
+    sent.
+    """
 
     @functools.wraps(collective)
     def call(self: Any, *arguments: Any, **more: Any) -> Work:
         if any([_is_fake(tensor) for tensor in _tensors_in(arguments)]):
             return Done(_tensors_in(arguments[0]))
-        return collective(self, *_values(arguments), **more)
+        values = _values(arguments)
+        _refuse_stand_ins(self.rank(), collective.__name__, _tensors_in(values))
+        return collective(self, *values, **more)
 
     return call
 
@@ -62,10 +68,9 @@ def _is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
-def refuse_stand_ins(rank: int, what: str, tensors: Iterable[Any]) -> None:
-    """Raise ``UnsupportedError`` for a tensor whose values lie in others."""
+def _refuse_stand_ins(rank: int, what: str, tensors: Iterable[Any]) -> None:
     for tensor in tensors:
-        if is_traceable_wrapper_subclass(tensor):
+        if type(tensor) not in _ORDINARY and is_traceable_wrapper_subclass(tensor):
             raise UnsupportedError(
                 f"rank {rank}: {what} takes no {type(tensor).__name__}: its values lie in other tensors.\n"
                 "Hand it those instead, one by one; the part of a DTensor that a rank has is to_local()."

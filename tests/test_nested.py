@@ -942,7 +942,7 @@ def given_up_in_turn(rank: int, hooked: tuple[bool, ...]) -> tuple[str, list[lis
         try:
             parts[-1](hidden).sum().backward()
         except (ValueError, stretto.PeerError) as error:
-            told += type(error).__name__
+            told += f"{type(error).__name__}: {error}"
     return told, [part.bias.grad.tolist() for part in parts]
 
 
@@ -951,9 +951,13 @@ def given_up_in_turn(rank: int, hooked: tuple[bool, ...]) -> tuple[str, list[lis
 def test_a_rank_that_gives_up_several_waits_for_the_first_where_a_later_one_makes_it_wait(hooked) -> None:
     """It waited for the later one's hook, and the others for the sums of the first, which this rank was to pass on."""
     (first, mine), *others = spawn_ranks(given_up_in_turn, 3, hooked, timeout=50)
-    assert first == "ValueError"
-    for told, gradients in others:
-        assert told == "PeerError"
+    assert first == "ValueError: on purpose"
+    for rank, (told, gradients) in enumerate(others, 1):
+        assert told == (
+            f"PeerError: rank {rank}, pass 2: backward failed on rank 0, so the mean of this pass lacks gradients.\n"
+            "  rank 0, pass 2, backward: failed; its own log has the error\n"
+            "Do not step with these gradients: zero_grad() and go on, on all ranks."
+        )
         assert gradients == mine
 
 

@@ -312,10 +312,13 @@ def _part(members: Iterable[Reducer]) -> None:
 
 def _give_up(members: Sequence[Reducer], member: Reducer) -> None:
     """One of them, if it is not yet, where those behind it come next: see [Note: given up in turn]."""
+    behind = [one.queue for one in members[members.index(member) + 1 :]]
+    waits = any([queue.waits_within or queue.presence.active for queue in behind])
     if member.running:
         member.give_up()
-    behind = [one.queue for one in members[members.index(member) + 1 :]]
-    if any([queue.waits_within or queue.presence.active for queue in behind]):
+        if waits:  # until the others have come, who come when they know of it: why it failed can be seen only then
+            member.queue.peers.tell_failed("backward", None)
+    if waits:
         member.outlast()
 
 

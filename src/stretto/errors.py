@@ -2,7 +2,7 @@
 
 StrettoError
 ├── SetupError                what was asked for is not possible
-│   ├── AlreadyAttachedError  a parameter already has a reducer
+│   ├── AlreadyAttachedError  all parameters have a reducer already
 │   ├── ModelMismatchError    the ranks do not hold the same model or options
 │   ├── UnsupportedError      an argument or a tensor layout that stretto does not support
 │   │   └── UnsupportedMemberError  a member of torch's class that the drop-in lacks: in ddp_faces.py
@@ -36,7 +36,7 @@ class SetupError(StrettoError, ValueError, RuntimeError):
 
 
 class AlreadyAttachedError(SetupError):
-    """A parameter of this module is already reduced by another handle."""
+    """All parameters of this module, or those of a wrapper, are already reduced by another handle."""
 
 
 class ModelMismatchError(SetupError):

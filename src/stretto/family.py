@@ -313,12 +313,12 @@ def _part(members: Iterable[Reducer]) -> None:
 def _give_up(members: Sequence[Reducer], member: Reducer) -> None:
     """One of them, if it is not yet, where those behind it come next: see [Note: given up in turn]."""
     behind = [one.queue for one in members[members.index(member) + 1 :]]
-    waits = any([queue.waits_within or queue.presence.active for queue in behind])
+    hooked = any([hook.one_at_a_time for queue in behind if (hook := queue.comm_hook) is not None])
     if member.running:
         member.give_up()
-        if waits:  # until the others have come, who come when they know of it: why it failed can be seen only then
+        if hooked:  # it waits for others, who come when they know of this failure; why can be seen only after that
             member.queue.peers.tell_failed("backward", None)
-    if waits:
+    if hooked or any([queue.waits_within or queue.presence.active for queue in behind]):
         member.outlast()
 
 

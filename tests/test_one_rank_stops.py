@@ -398,14 +398,14 @@ def test_who_cannot_give_up_a_pass_stays_with_those_of_the_other_models() -> Non
     family, heard = Family.__new__(Family), []
 
     def member(name: str, fails: type[BaseException] | None = None) -> Any:
-        def raises(*, stays: bool = False) -> None:
+        def raises() -> None:
             heard.append(name)
             if fails is not None:
                 raise fails
 
         failing = SimpleNamespace(stay=lambda: heard.append(f"{name} stays"))
         presence = SimpleNamespace(active=False)
-        queue = SimpleNamespace(events=Events(0), pass_number=1, waits_within=False, presence=presence)
+        queue = SimpleNamespace(events=Events(0), pass_number=1, waits_within=False, comm_hook=None, presence=presence)
         return SimpleNamespace(running=True, settle=raises, give_up=raises, failing=failing, family=family, queue=queue)
 
     members = [member("first", ValueError), member("second", KeyboardInterrupt), member("third")]

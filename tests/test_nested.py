@@ -1018,6 +1018,31 @@ def test_a_rank_that_fails_in_the_end_of_the_first_waits_for_it_where_a_later_on
     assert told == ["MemoryError no room", *["PeerError no room"] * 2]
 
 
+def given_up_before_a_map(rank: int) -> str:
+    """Of two models that share nothing, ranks tell each other what will come of the second; backward fails between."""
+    first, second = nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    for part in (first, second):
+        stretto.attach(part, transport="process_group")
+    told = ""
+    for number in range(5):
+        hidden = first(torch.full((1, 2), 1.0 + rank))
+        hidden = Fails.apply(hidden) if number == 3 and rank == 0 else hidden
+        hidden = second[0](hidden)
+        try:
+            (hidden + second[1](hidden) if number % 2 == rank else hidden).sum().backward()
+        except (ValueError, stretto.PeerError) as error:
+            told += str(error)
+        dist.barrier()
+    return told
+
+
+@pytest.mark.ranks
+def test_a_rank_that_gives_up_one_before_a_map_of_absences_is_named() -> None:
+    mine, others = spawn_ranks(given_up_before_a_map, 2, timeout=50)
+    assert mine == "on purpose"
+    assert others.startswith("rank 1, pass 4: backward failed on rank 0, so")
+
+
 def given_up_in_order(rank: int, hooked: bool) -> str:
     """The first and the third of three models are one family; the second is a stranger that lies between them."""
     a, b, c = nn.Linear(2, 2), nn.Linear(2, 3), nn.Linear(3, 4)

@@ -156,9 +156,8 @@ class Family:
                 except BaseException as error:
                     self.lose_with(member, error)
                     behind = [one for one in running[place:] if one.running]
-                    given_up = [member, *behind]
                     try:
-                        all_of(given_up, functools.partial(_give_up, given_up))
+                        all_of([member, *behind], functools.partial(_give_up, [member, *behind], error=error))
                     finally:
                         all_of(behind, lambda one: one.failing.stay())
                     raise
@@ -310,15 +309,16 @@ def _part(members: Iterable[Reducer]) -> None:
         member.family._backward = _NONE
 
 
-def _give_up(members: Sequence[Reducer], member: Reducer) -> None:
-    """One of them, if it is not yet, where those behind it come next: see [Note: given up in turn]."""
-    behind = [one.queue for one in members[members.index(member) + 1 :]]
-    hooked = any([hook.one_at_a_time for queue in behind if (hook := queue.comm_hook) is not None])
+def _give_up(members: Sequence[Reducer], member: Reducer, error: BaseException | None = None) -> None:
+    """One of them, if it is not yet, before those behind: see [Note: given up in turn]. ``error``: if it is known."""
+    behind = members[members.index(member) + 1 :]
+    hooked = any([hook.one_at_a_time for one in behind if (hook := one.queue.comm_hook) is not None])
+    mapped = [one for one in behind if one.queue.presence.active]
     if member.running:
         member.give_up()
-        if hooked:  # it waits for others, who come when they know of this failure; why can be seen only after that
-            member.queue.peers.tell_failed("backward", None)
-    if hooked or any([queue.waits_within or queue.presence.active for queue in behind]):
+        if hooked or any([one.waits for one in mapped]):  # for others, who come when they know of this failure
+            member.queue.peers.tell_failed("backward", error, None if error is None else error.__traceback__)
+    if hooked or mapped:
         member.outlast()
 
 

@@ -187,7 +187,7 @@ def last_words(rank: int, begun: Mapping[str, int], told: Collection[tuple[str, 
     if error is None and failed:  # most likely by the failure of backward that was told in the pass under way, if any
         last = {handle: text for handle, number, text in told if begun.get(handle) == number}
         numbers = {handle: [n, n + (handle not in last)] for handle, n in begun.items()}
-        return Note(rank, "before it ended", error=next(iter(last.values()), ""), leaves=True, counts=numbers)
+        return Note(rank, "before it ended", error=next(filter(None, last.values()), ""), leaves=True, counts=numbers)
     if error is None:
         return Note(rank, "ended", leaves=True, counts={handle: [n, n] for handle, n in begun.items()})
     files, text = _files_of(error), text_of(error)

@@ -7,17 +7,15 @@ import dataclasses
 import functools
 import os
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 
 from .analysis import nothing_seen, report_of, tied_names
 from .buffers import BufferPlaces
-from .comm_hooks import CommHook, Hook, refuse_hook, refuse_second_hook
 from .describe import NoModel, describe, describe_shortly
 from .engine import left_uncompiled
 from .errors import SetupError, UnsupportedError
-from .events import Events
 from .family import unite
 from .membership import Membership, parameters_of
 from .options import Options
@@ -48,7 +46,7 @@ class Synchronizer(Settings, NoModel):
     """What :func:`stretto.attach` returns: the handle on one attached module."""
 
     __slots__ = (  # noqa: SIM905  # so that sync.wieght = 3 raises
-        "module world_size sharded sampler comm_hooks observers _was_attached _transport _closes __weakref__"
+        "module world_size sharded sampler _was_attached _transport _closes __weakref__"
     ).split()
 
     def __init__(
@@ -71,8 +69,6 @@ class Synchronizer(Settings, NoModel):
         self._was_attached = peers is not None
         self._transport = transport
         self._closes = closes  # a transport that the user made may carry other handles too
-        self.comm_hooks: list[tuple[Hook, Any]] = []  # as registered, with their states
-        self.observers: list[object] = []
         self.sharded: list[ShardedOptimizer] = []
         self.sampler: Sampler | None = None
         """Records passes now and then; None with one rank."""
@@ -148,29 +144,6 @@ class Synchronizer(Settings, NoModel):
         if self._reducer is not None:
             self._reducer.join(uneven, afresh=afresh)
 
-    def register_comm_hook(self, state: Any, hook: Hook) -> None:
-        """Call ``hook(state, bucket)`` in place of the all-reduce of each bucket, by torch's contract.
-
-        The hook gets undivided gradients and returns a ``torch.futures.Future`` of the reduced flat tensor, so it must
-        also divide. All ranks must register the same hook before the same pass, and only once. Sparse gradients lie in
-        no bucket and become their mean without the hook.
-
-        Raises:
-            SetupError: a hook is registered already, or an option needs stretto's own all-reduce.
-            TypeError: ``hook`` cannot be called like this; or, raised by backward, it returned no future.
-
-        Example::
-
-            from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-
-            sync.register_comm_hook(None, fp16_compress_hook)
-        """
-        refuse_hook(hook, self._options, self.rank)
-        refuse_second_hook(self.comm_hooks, self.rank)
-        if self._reducer is not None:
-            self._reducer.use(CommHook(state, hook))
-        self.comm_hooks.append((hook, state))
-
     def refuse_anew(self, call: str, advice: str) -> None:
         """For the drop-in, too: raise if attaching anew would end a sharded optimizer, with its state."""
         if any(not one.ended for one in self.sharded):
@@ -233,23 +206,6 @@ class Synchronizer(Settings, NoModel):
         self._refuse_ended("check()")
         if self._reducer is not None:
             self._reducer.inspection.run(self._reducer.queue.pass_number)
-
-    def observe(self, observer: object) -> None:
-        """Call the observer's methods when events happen: see :class:`stretto.events.Observer`. Not collective.
-
-        Raises ``SetupError`` if no method has the name of an event.
-        """
-        if self._reducer is None:
-            Events(self.rank).add(observer)  # refused as with several ranks
-        else:
-            self._reducer.start_watching(observer)
-        self.observers.append(observer)
-
-    def stop_observing(self, observer: object) -> None:
-        """Undo :meth:`observe`. Not collective; may be called twice."""
-        if self._reducer is not None:
-            self._reducer.stop_watching(observer)
-        self.observers = [one for one in self.observers if one is not observer]
 
     def describe(self) -> str:
         """What happens in a pass, in plain words, with the plan: ``print(sync.describe())``. Not collective."""

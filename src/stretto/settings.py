@@ -8,8 +8,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from .buffers import BufferPlaces
+from .comm_hooks import CommHook, Hook, refuse_hook, refuse_second_hook
+from .events import Events
 from .options import Buffers, Options, refuse_unlisted, weight_of
 from .plan import BucketPlan
 from .reducer import Reducer
@@ -37,7 +40,7 @@ class Settings:
         places: the module's buffers.
     """
 
-    __slots__ = ("_buffer_places", "_held", "_no_reducer", "_options", "rank")
+    __slots__ = ("_buffer_places", "_held", "_no_reducer", "_options", "comm_hooks", "observers", "rank")
 
     def __init__(self, rank: int, plan: BucketPlan, options: Options, places: BufferPlaces) -> None:
         self.rank = rank
@@ -45,6 +48,8 @@ class Settings:
         self._buffer_places = places
         self._held: Reducer | None = None
         self._no_reducer = NoReducer(plan, Statistics())
+        self.comm_hooks: list[tuple[Hook, Any]] = []  # as registered, with their states
+        self.observers: list[object] = []
 
     @property
     def _reducer(self) -> Reducer | None:
@@ -111,6 +116,46 @@ class Settings:
     @synchronize.setter
     def synchronize(self, value: bool) -> None:
         (self._reducer or self._no_reducer).synchronize = value
+
+    def register_comm_hook(self, state: Any, hook: Hook) -> None:
+        """Call ``hook(state, bucket)`` in place of the all-reduce of each bucket, by torch's contract.
+
+        The hook gets undivided gradients and returns a ``torch.futures.Future`` of the reduced flat tensor, so it must
+        also divide. All ranks must register the same hook before the same pass, and only once. Sparse gradients lie in
+        no bucket and become their mean without the hook.
+
+        Raises:
+            SetupError: a hook is registered already, or an option needs stretto's own all-reduce.
+            TypeError: ``hook`` cannot be called like this; or, raised by backward, it returned no future.
+
+        Example::
+
+            from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+            sync.register_comm_hook(None, fp16_compress_hook)
+        """
+        refuse_hook(hook, self._options, self.rank)
+        refuse_second_hook(self.comm_hooks, self.rank)
+        if self._reducer is not None:
+            self._reducer.use(CommHook(state, hook))
+        self.comm_hooks.append((hook, state))
+
+    def observe(self, observer: object) -> None:
+        """Call the observer's methods when events happen: see :class:`stretto.events.Observer`. Not collective.
+
+        Raises ``SetupError`` if no method has the name of an event.
+        """
+        if self._reducer is None:
+            Events(self.rank).add(observer)  # refused as with several ranks
+        else:
+            self._reducer.start_watching(observer)
+        self.observers.append(observer)
+
+    def stop_observing(self, observer: object) -> None:
+        """Undo :meth:`observe`. Not collective; may be called twice."""
+        if self._reducer is not None:
+            self._reducer.stop_watching(observer)
+        self.observers = [one for one in self.observers if one is not observer]
 
     @property
     def plan(self) -> BucketPlan:

@@ -161,7 +161,7 @@ def test_every_command_is_in_the_docs() -> None:
 
 def examples_in_docstrings() -> dict[str, str]:
     """The ``Example::`` blocks of everything public, by name."""
-    from stretto import chrome, events, handle, page, plan, plots, tensors, testing, timeline
+    from stretto import chrome, events, handle, page, plan, plots, settings, tensors, testing, timeline
     from stretto.transport import local, process_group
 
     found: dict[str, str] = {}
@@ -169,6 +169,7 @@ def examples_in_docstrings() -> dict[str, str]:
         sys.modules["stretto.attach"],
         sys.modules["stretto.shard"],
         handle,
+        settings,
         chrome,
         events,
         page,
@@ -186,7 +187,8 @@ def examples_in_docstrings() -> dict[str, str]:
             if getattr(thing, "__module__", None) != module.__name__:
                 continue
             members = vars(thing).items() if inspect.isclass(thing) else ()
-            for full, one in [(name, thing), *((f"{name}.{n}", m) for n, m in members if callable(m))]:
+            documented = [(n, m) for n, m in members if callable(m) or isinstance(m, property)]
+            for full, one in [(name, thing), *((f"{name}.{n}", m) for n, m in documented)]:
                 text = inspect.getdoc(one) or ""
                 if "Example::" in text:
                     block = text.split("Example::\n", 1)[1]
@@ -229,9 +231,6 @@ def test_examples_in_docstrings_run(name: str, tmp_path: Path, monkeypatch: pyte
             "train_on": lambda batch: model(batch[0]).sum().backward(),
             **{tool.__name__: tool for tool in (read_trace, timeline_of, write_chrome, save_picture, to_html, sketch)},
             "threading": __import__("threading"),
-            "plan_buckets": stretto.plan.plan_buckets,
-            "describe_parameters": stretto.specs.describe_parameters,
-            "BucketPlan": stretto.BucketPlan,
         }
         exec(compile(code, name, "exec"), scope)
 

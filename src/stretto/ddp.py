@@ -40,6 +40,8 @@ from .transport import TransportName, as_groups
 class DistributedDataParallel(TorchSurface):
     """torch's ``DistributedDataParallel``, argument for argument. Collective.
 
+    ``synchronizer`` is the handle that :func:`stretto.attach` would return: ``model.synchronizer.report()``.
+
     What differs:
 
     - ``find_unused_parameters``, ``static_graph``, ``gradient_as_bucket_view``, ``batched_grad_copy``,
@@ -62,6 +64,7 @@ class DistributedDataParallel(TorchSurface):
     Raises:
         UnsupportedError: an argument that stretto does not support.
         SetupError: as in :func:`stretto.attach`; it is a ``ValueError`` and a ``RuntimeError``, as torch raises both.
+        AlreadyAttachedError, ModelMismatchError, CommunicationError: as in :func:`stretto.attach`.
 
     Example::
 

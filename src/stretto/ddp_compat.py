@@ -242,7 +242,16 @@ class TorchSurface(TorchDDP):
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> Join:
-        """As torch's. If it is off, nothing is attached again."""
+        """As torch's: ranks that run out of batches take part in the others' passes. If it is off, nothing changes.
+
+        Collective, on entry and exit. Make a new one for each ``with``.
+
+        Example::
+
+            with model.join():
+                for inputs, targets in loader:
+                    loss_function(model(inputs), targets).backward()
+        """
         return super().join(divide_by_initial_world_size or not enable, enable, throw_on_early_termination)  # type: ignore[no-any-return]
 
     def join_hook(self, **kwargs: Any) -> JoinHook:

@@ -43,7 +43,23 @@ class Kept(NamedTuple):
 
 
 class Synchronizer(Settings, NoModel):
-    """What :func:`stretto.attach` returns: the handle on one attached module."""
+    """What :func:`stretto.attach` returns: the handle on one attached module. The drop-in has one as ``synchronizer``.
+
+    - While training: :meth:`no_sync`, ``weight``, :meth:`clip_grad_norm_`, :meth:`shadow_pass`; :meth:`detach` ends it.
+    - To look at: :meth:`describe`, ``plan``, ``used_by``, ``statistics``, and on all ranks :meth:`report`,
+      :meth:`trace`, :meth:`check`.
+    - To change how gradients travel: ``buffers``, :meth:`register_comm_hook`. To follow events: :meth:`observe`.
+
+    ``rank`` and ``world_size`` are those of the process group (0 and 1 without one); ``module`` is the attached one.
+    ``print(sync)`` says in a line what it is. With one rank, and after ``detach()``, nothing is reduced and what can be
+    answered alone is answered, so the same program runs on any number of ranks.
+
+    Example::
+
+        sync = stretto.attach(model)
+        if sync.rank == 0:
+            print(sync)
+    """
 
     __slots__ = (  # noqa: SIM905  # so that sync.wieght = 3 raises
         "module world_size sharded sampler _was_attached _transport _closes __weakref__"
@@ -134,6 +150,13 @@ class Synchronizer(Settings, NoModel):
         If their backward reaches handles on several process groups, call it on each, in the order of attaching. If this
         rank needs the mean too, to step with the others, run a backward of zeros for any parameter instead, outside
         ``no_grad``: ``parameter.backward(torch.zeros_like(parameter))``. Raises as ``backward`` does.
+
+        Example::
+
+            if sync.rank == 0:  # has one batch more than the others
+                model(x).sum().backward()
+            else:
+                sync.shadow_pass()
         """
         refuse_idle(self.sharded, f"rank {self.rank}")
         if self._reducer is not None:
@@ -201,7 +224,16 @@ class Synchronizer(Settings, NoModel):
     def check(self) -> None:
         """Compare all parameters over ranks, and buffers unless each rank keeps its own. Collective.
 
-        Raises ``ReplicaError`` on every rank, with names of tensors and ranks; ``SetupError`` after ``detach()``.
+        Bit by bit, by a fingerprint of each tensor: it reads every value, and sends one small message if none differs.
+
+        Raises:
+            ReplicaError: they differ, on every rank, with names of tensors and ranks.
+            SetupError: after ``detach()``.
+            CommunicationError: a rank does not call it.
+
+        Example::
+
+            sync.check()  # after loading a checkpoint, say
         """
         self._refuse_ended("check()")
         if self._reducer is not None:
@@ -272,8 +304,17 @@ class Synchronizer(Settings, NoModel):
     ) -> torch.Tensor:
         """``torch.nn.utils.clip_grad_norm_`` for all but ``ignore=``, wherever the gradients are. Returns a 0-dim norm.
 
-        Needed, and collective, with ``stretto.shard(..., keep_grads=False)``: call ``sync.clip_grad_norm_(1.0)`` before
-        the step. There ``norm_type=0`` raises ``UnsupportedError``. ``error_if_nonfinite`` works as in torch.
+        Needed, and collective, with ``stretto.shard(..., keep_grads=False)``, where each rank has a share of the
+        gradients alone. Otherwise it sends nothing, and torch's function does as well. Arguments are those of torch's.
+
+        Raises:
+            RuntimeError: the norm is not finite, with ``error_if_nonfinite``, as in torch.
+            UnsupportedError: ``norm_type=0`` where gradients are in shares.
+
+        Example::
+
+            loss_function(model(x), torch.ones(3, 1)).backward()
+            norm = sync.clip_grad_norm_(1.0)  # before optimizer.step()
         """
         parameters = [*named(self.module, self._options, "parameters").values()]
         if self._reducer is None:

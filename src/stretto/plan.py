@@ -54,8 +54,10 @@ class BucketPlan:
 
     Example::
 
-        specs = describe_parameters(dict(model.named_parameters()))
-        plan = plan_buckets(specs, cap_bytes=1 << 20)
+        from stretto.plan import BucketPlan, plan_buckets
+        from stretto.specs import describe_parameters
+
+        plan = plan_buckets(describe_parameters(dict(model.named_parameters())), cap_bytes=2**20)
         print(plan)
         assert BucketPlan.from_json(plan.to_json()) == plan
     """
@@ -223,6 +225,13 @@ def plan_buckets(
 
     Raises:
         PlanError: ``order`` is not a permutation of the parameters, or a cap is not positive.
+
+    Example::
+
+        from stretto.plan import plan_buckets
+        from stretto.specs import describe_parameters
+
+        print(plan_buckets(describe_parameters(dict(model.named_parameters())), cap_bytes=2**20))
     """
     last_cap = cap_bytes // 4 if last_cap_bytes is None else last_cap_bytes
     arrivals = list(reversed(range(len(parameters)))) if order is None else list(order)

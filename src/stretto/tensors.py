@@ -34,7 +34,7 @@ def reduce(
     op: Reduce = "mean",
     bucket_cap_mb: float = 10,
 ) -> None:
-    """Replace tensors by their mean (or sum) over ranks, in place. Collective.
+    """Replace tensors by their mean (or sum) over ranks, in place: an all-reduce in buckets. Collective.
 
     For gradients from ``torch.autograd.grad`` or ``torch.func.grad``, and for hand-written training loops. All ranks
     must give the same shapes and dtypes in the same order; one small message compares them first. The tensors then

@@ -108,13 +108,13 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         """Step this rank's share; when this returns, the whole model is stepped. Collective.
 
         Args:
-            closure: computes the gradients again and returns the loss; called once.
-
-        Returns:
-            What the closure returns.
+            closure: computes the gradients again and returns the loss, which is returned; called once.
 
         Raises:
-            CommunicationError: a rank does not call ``step``, or has failed; then the model may be stepped in part.
+            CommunicationError: a rank does not call ``step`` (``PeerError``: it has failed, ended or died); then the
+                model may be stepped in part, and no step can follow.
+            ModelMismatchError: the groups, or what was assigned to a parameter's ``data``, differ over ranks.
+            SetupError: this optimizer has ended; or a parameter's size or dtype has changed, or two lie in one memory.
         """
         self.original._opt_called = True  # type: ignore[attr-defined]  # asked by schedulers that were built on it
         if self._shares is None and not self.ended:

@@ -368,6 +368,14 @@ def test_the_error_of_a_hooks_future_is_raised_once():
     assert spawn_ranks(hook_that_ends_in_a_text, 2) == [(told, "None")] * 2
 
 
+def bare_bucket(*, index: int = 0, is_last: bool = False) -> SimpleNamespace:
+    """What a hook's launch looks at."""
+    flat = torch.zeros(3)
+    return SimpleNamespace(
+        flat=flat, payload=flat[:2], footer=SimpleNamespace(flat=flat[2:]), index=index, is_last=is_last
+    )
+
+
 def test_a_future_can_be_waited_for_again():
     future, payload = torch.futures.Future(), torch.zeros(2)
     work = HookWork(SimpleNamespace(payload=payload), future, CommHook(None, print))
@@ -387,7 +395,7 @@ def test_a_hook_that_has_failed_behind_what_it_sends_is_not_called_again(monkeyp
         called.append(bucket)
         raise OSError("hook broke")
 
-    bucket = SimpleNamespace(payload=torch.zeros(2), is_last=False)
+    bucket = bare_bucket()
     comm_hook = CommHook(None, hook)
     peers = Peers(LocalGroup(1).transport(0))
     comm_hook.use(peers)
@@ -418,7 +426,7 @@ def test_a_last_bucket_that_was_waited_for_in_vain_is_not_sent_again():
     comm_hook = CommHook(None, hook)
     for kind in (PeerError, stretto.CommunicationError):
         with pytest.raises(kind):
-            comm_hook.launch(SimpleNamespace(payload=torch.zeros(2), is_last=True), wait_for)
+            comm_hook.launch(bare_bucket(is_last=True), wait_for)
     assert len(called) == 1
 
 
@@ -468,7 +476,7 @@ def test_a_bucket_before_that_was_waited_for_in_vain_is_waited_for_again():
             raise KeyboardInterrupt
 
     comm_hook = CommHook(None, hook)
-    first, second = (SimpleNamespace(payload=torch.zeros(2), is_last=False, index=index) for index in range(2))
+    first, second = (bare_bucket(index=index) for index in range(2))
     comm_hook.launch(first, wait_for)
     with pytest.raises(KeyboardInterrupt):
         comm_hook.launch(second, wait_for)
@@ -496,14 +504,14 @@ def test_what_a_hook_begins_is_counted(backend):
 
 def test_where_a_backend_does_not_count_a_hook_that_fails_may_have_sent():
     """Of a group with several, torch itself asks only the default one, and says that it does not count."""
-    import torch.testing._internal.distributed.fake_pg  # registers that backend
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers that backend
 
     dist.init_process_group("cpu:gloo,cuda:fake", store=dist.HashStore(), rank=0, world_size=1)
     try:
         assert comm_hooks.collectives_begun() is None
         comm_hook = CommHook(None, lambda state, bucket: {}["no such key"])
         with pytest.raises(KeyError):
-            comm_hook.launch(SimpleNamespace(payload=torch.zeros(2), is_last=False), None)
+            comm_hook.launch(bare_bucket(), None)
         assert comm_hook.failure == "KeyError: 'no such key'"
     finally:
         dist.destroy_process_group()

@@ -968,6 +968,13 @@ def resizes(state: object, bucket: object) -> torch.futures.Future:
     return identity(state, bucket)
 
 
+def overruns(state: object, bucket: object) -> torch.futures.Future:
+    numel = bucket.buffer().numel()
+    bucket.buffer().resize_(numel + 1).fill_(3)[numel:].fill_(7)
+    bucket.buffer().resize_(numel)
+    return identity(state, bucket)
+
+
 def gives_nothing(state: object, bucket: object) -> torch.futures.Future:
     return identity(state, bucket).then(lambda done: None)
 
@@ -989,8 +996,14 @@ def gives_nothing(state: object, bucket: object) -> torch.futures.Future:
         (
             resizes,
             "comm hook test_messages.resizes has resized bucket.buffer() in place, from 13 elements to 14.\n"
-            "Behind it lies what ranks tell each other: resize a copy, bucket.buffer().clone(), and let the future "
-            "have its first elements.",
+            "It is a part of what ranks send each other: resize a copy, bucket.buffer().clone(), and let the future "
+            "have as many elements as there were.",
+        ),
+        (
+            overruns,
+            "comm hook test_messages.overruns has resized bucket.buffer() in place and back, and written behind it.\n"
+            "It is a part of what ranks send each other: resize a copy, bucket.buffer().clone(), and let the future "
+            "have as many elements as there were.",
         ),
         (
             lambda state, bucket: identity(state, bucket).then(lambda done: []),
@@ -1011,6 +1024,20 @@ def test_text_of_hooks_that_do_not_keep_the_contract(hook, text: str) -> None:
         return str(caught.value)
 
     assert run_ranks(worker, 2) == [text, text]
+
+
+def test_a_hook_that_overruns_a_bucket_is_refused_before_the_next() -> None:
+    def first_alone(state: object, bucket: object) -> torch.futures.Future:
+        return (identity if bucket.index() else overruns)(state, bucket)
+
+    def worker(transport):
+        module = torch.nn.Linear(3, 4)
+        stretto.attach(module, transport=transport, bucket_cap_mb=1e-5).register_comm_hook(None, first_alone)
+        with pytest.raises(ValueError, match="in place and back, and written behind it"):
+            module(torch.ones(1, 3)).sum().backward()
+        return True
+
+    assert run_ranks(worker, 2) == [True, True]
 
 
 def test_a_hook_counts_by_what_it_takes_and_not_by_what_it_wraps() -> None:

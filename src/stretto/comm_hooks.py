@@ -30,7 +30,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -145,12 +145,15 @@ class CommHook:
                 f"{where}{self} has failed, so it is not called again.\n  {self.failure}\n"
                 "Remove the cause and start again, on all ranks."
             )
-        if self._current is not None and not self._current.is_well():
-            wait_for(self._current, self._current.bucket)  # stopped there, it is waited for when the pass is given up
+        if self._current is not None:
+            if not self._current.is_well():
+                wait_for(self._current, self._current.bucket)  # stopped there, it is waited for when giving up
+            self._refuse_overrun(self._current)
         self._current = None  # should the hook raise, the pass has failed
         begun = 0 if self.silent else collectives_begun()
+        behind = bucket.footer.flat.clone() if self.one_at_a_time and bucket.flat.is_cpu else None
         try:
-            work = HookWork(bucket, self._call(bucket), self)
+            work = HookWork(bucket, self._call(bucket), self, behind)
         except BaseException as error:
             if not self.silent and (begun is None or collectives_begun() != begun):
                 self.failure = text_of(error)
@@ -158,6 +161,7 @@ class CommHook:
         if self.one_at_a_time and bucket.is_last:
             try:
                 wait_for(work, bucket)
+                self._refuse_overrun(work)
             except BaseException as error:  # it has left, and would leave again when the pass is given up
                 self.failure = text_of(error)
                 raise
@@ -170,13 +174,7 @@ class CommHook:
         flat, numel = seen.buffer(), seen.buffer().numel()
         future = self.hook(self.state, seen)
         if flat.numel() != numel:
-            error: Exception = ValueError(
-                f"{self} has resized bucket.buffer() in place, from {counted(numel, 'elements')} to {flat.numel()}.\n"
-                "Behind it lies what ranks tell each other: resize a copy, bucket.buffer().clone(), and let the future "
-                "have its first elements."
-            )
-            self.failure = text_of(error)  # called again, it would do the same
-            raise error
+            self._refuse_resized(f", from {counted(numel, 'elements')} to {flat.numel()}")
         if not (hasattr(future, "done") and hasattr(future, "wait")):
             error = TypeError(
                 f"{self} returned a {type(future).__name__}, not a torch.futures.Future of "
@@ -186,6 +184,20 @@ class CommHook:
             self.failure = text_of(error)  # called again, it would do the same
             raise error
         return future
+
+    def _refuse_overrun(self, work: HookWork) -> None:
+        """It is through with that bucket. It may have resized the buffer for a while, as batched PowerSGD does."""
+        if work.behind is not None and not torch.equal(work.behind, work.bucket.footer.flat):
+            self._refuse_resized(" and back, and written behind it")
+
+    def _refuse_resized(self, how: str) -> NoReturn:
+        error = ValueError(
+            f"{self} has resized bucket.buffer() in place{how}.\n"
+            "It is a part of what ranks send each other: resize a copy, bucket.buffer().clone(), and let the future "
+            "have as many elements as there were."
+        )
+        self.failure = text_of(error)  # called again, it would do the same
+        raise error
 
     def blame(self, error: BaseException) -> None:
         """Remember what its future has failed with, and raise it as the hook's own if no other rank can be to blame."""

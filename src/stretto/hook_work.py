@@ -40,12 +40,14 @@ def collectives_begun() -> int | None:
 class HookWork:
     """The future that a hook returns, waited for like any other work."""
 
-    __slots__ = ("bucket", "future", "hook", "is_taken")
+    __slots__ = ("behind", "bucket", "future", "hook", "is_taken")
 
-    def __init__(self, bucket: Bucket, future: Any, hook: CommHook) -> None:
+    def __init__(self, bucket: Bucket, future: Any, hook: CommHook, behind: torch.Tensor | None = None) -> None:
         self.bucket = bucket
         self.future = future
         self.hook = hook
+        self.behind = behind
+        """What was behind the payload before, if that is to be compared."""
         self.is_taken = False
         """Whether the result is in the bucket."""
 

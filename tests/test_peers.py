@@ -1267,11 +1267,13 @@ def test_a_store_whose_rank_has_told_its_last_words_is_left_alone(words: bool, m
     here, host, before = Channel(store, 1, 2), Channel(store, 0, 2), Channel(store, 0, 2)
     before.me = dataclasses.replace(before.me, name="another process, that was rank 0")
     below.set("who/0", json.dumps(dataclasses.asdict(host.me)))
+    host.post(Note(0, "detached", "one of its handles", leaves=True))
+    host.post(Note(0, "forward"))
     (host if words else before).post(Note(0, "ended", leaves=True))
     here.watch(below, lambda: looks.append("again") or len(looks) > 2)
     assert looks == ["again"] * (1 if words else 3)
     here.post(Note(1, "ended"))
-    assert [note.phase for note in (host.read(), host.notes)[1]] == ["ended"] * 2
+    assert [note.phase for note in (host.read(), host.notes)[1]][2:] == ["ended"] * 2
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + LINGER_SECONDS - POLL_SECONDS + 0.1)
     assert here.store_is_gone() is words
@@ -1555,6 +1557,12 @@ def test_what_was_told_of_a_pass_and_ends_the_process_is_of_that_pass() -> None:
     except ValueError:
         told = {("one", 2, "ValueError: no more data"), ("other", 3, "ValueError: bad token")}
         assert last_words(1, {"one": 2, "other": 3}, told, failed=False).counts == {"one": [2, 2], "other": [3, 4]}
+
+
+def test_of_failures_of_several_models_that_end_a_process_one_that_says_why_is_quoted() -> None:
+    told = [("one", 2, ""), ("other", 3, "ValueError: no"), ("third", 1, "")]
+    note = last_words(1, {"one": 2, "other": 3, "third": 1}, told, failed=True)
+    assert (note.error, {*map(tuple, note.counts.values())}) == ("ValueError: no", {(2, 2), (3, 3), (1, 1)})
 
 
 class Plain:
@@ -1904,7 +1912,8 @@ def test_what_ranks_tell_does_not_pile_up(kind: str, monkeypatch: pytest.MonkeyP
         reader.read()
         found.append((store.num_keys(), len(reader.notes)))
     keys, notes = zip(*found, strict=True)
-    assert max(keys) < 40 and max(notes) < 20
+    assert 32 < max(keys) < 40, "what a rank may be about to read, 8 for each, is there, and as much again"
+    assert max(notes) < 20
     late, asked = seated(Seat(), rank=1, store=store), []
     late.line.store = Counted(store, asked)
     late.read()
@@ -1946,6 +1955,59 @@ def test_a_refused_step_is_kept_among_failures_that_were_caught_since() -> None:
     refused = Note(0, "step", "a", 1, leaves=True, refused=1)
     caught = [Note(0, "forward", "a", number) for number in range(1, 9)]
     assert still_of_use([refused, *caught], {"a"}) == [refused, *caught[-OF_A_KIND:]]
+
+
+def test_of_attempts_to_attach_that_failed_the_last_are_kept() -> None:
+    """A rank heeds a note about the attempt that it makes, or about a later one."""
+    failed = [Note(0, "attach", leaves=True, attempt=number) for number in range(1, 9)]
+    assert still_of_use(failed, {"a"}) == failed[-OF_A_KIND:]
+
+
+def test_a_handle_that_is_collected_while_notes_are_sifted_takes_none_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It tells that it was dropped, and reads what there is."""
+    monkeypatch.setattr("stretto.channel.NOTES_KEPT", 8)
+    writer = seated(Seat("a"), store=(store := dist.HashStore()))
+    reader = seated(Seat("a"), collected := Seat("b"), rank=1, store=store)
+    sifted = list[int]()
+
+    def sift(notes: list[Note], handles: set[str] | None) -> list[Note]:
+        sifted.append(len(notes))
+        if collected in reader._seats:
+            reader.close(collected, "dropped")
+            reader.read()
+        return still_of_use(notes, handles)
+
+    monkeypatch.setattr("stretto.channel.still_of_use", sift)
+    for number in range(9):
+        writer.post(Note(0, "forward", "a", number))
+    reader.read()
+    assert sifted == [9], "not once more within it"
+    assert [note.phase for note in reader.notes] == ["forward"] * OF_A_KIND + ["dropped"]
+
+
+def test_attempts_of_others_count_for_a_rank_that_comes_again_with_a_new_channel() -> None:
+    """After its last handle was detached: else what it tells of its next attempt would be about one that has been."""
+    store = dist.HashStore()
+    before, after = (seated(Seat(), store=store) for _ in range(2))
+    assert before.count_attempt(Seat()) == 1
+    before.catch_up(1, 3)
+    assert after.count_attempt(Seat()) == 4
+
+
+def test_the_rank_with_the_store_stays_until_the_others_have_left_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    mine, before, other = (seated(Seat("a"), rank=rank, store=store) for rank in (0, 1, 1))
+    before.me = dataclasses.replace(before.me, name="another process, that was rank 1")
+    assert mine.person(1) == other.me
+    other.post(Note(1, "detached", "b", leaves=True))
+    before.post(Note(1, "ended", leaves=True))
+    other.post(Note(1, "forward"))
+    assert not mine._all_have_left()
+    with monkeypatch.context() as patch:
+        patch.setattr(mine, "dead", lambda: [(1, 5)])
+        assert mine._all_have_left()
+    other.post(Note(1, "ended", leaves=True))
+    assert mine._all_have_left()
 
 
 def test_what_may_be_about_a_handle_that_has_no_name_yet_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,6 +215,37 @@ def test_models_beside_each_other(uses) -> None:
         compare([found[number] for found in everyone], joined(uses))
 
 
+def test_backward_has_ended_for_all_that_it_has_reached_before_the_first_waits() -> None:
+    """So in a trace what the first waits for is no part of the others' backward."""
+
+    def worker(transport):
+        told, models = [], [nn.Linear(2, 2) for _ in range(2)]
+
+        class Noted:
+            def __init__(self, place: int) -> None:
+                self.place = place
+
+            def backward_ended(self, pass_number: int) -> None:
+                told.append(("ended", self.place, pass_number))
+
+            def pass_settled(self, pass_number: int) -> None:
+                told.append(("settled", self.place, pass_number))
+
+        handles = []
+        for place, model in enumerate(models):
+            handles.append(stretto.attach(model, transport=transport, beside=handles[-1:]))
+            handles[-1].observe(Noted(place))
+        for _ in range(2):
+            sum(model(torch.ones(1, 2)).sum() for model in models).backward()
+        for sync in handles:
+            sync.detach()
+        return [[(what, place) for what, place, number in told if number == one] for one in (1, 2)]
+
+    (first, second), other = run_ranks(worker, 2, timeout=20)
+    assert [first, second] == other and first == second
+    assert {*first[:2]} == {("ended", 0), ("ended", 1)} and first[2:] == [("settled", 0), ("settled", 1)]
+
+
 def test_when_the_first_has_left_the_next_one_sends_while_backward_runs() -> None:
     def worker(transport):
         handles = []

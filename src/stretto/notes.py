@@ -100,7 +100,7 @@ class Note:
 
     def about(self, handle: str) -> Note:
         """The same for one handle."""
-        if self.handle or handle not in self.counts:
+        if handle not in self.counts:  # as in a note about one handle
             return self
         passes, number = self.counts[handle]
         return replace(self, passes=passes, number=number)

@@ -349,6 +349,53 @@ for one in pair:
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("hooked", [True, False])
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+def test_a_rank_whose_comm_hook_fails_sends_nothing_for_another_model_either(
+    tmp_path: Path, hooked: bool, together: bool, transport: str
+) -> None:
+    """The hook fails again as the pass is given up. What the others' hooks have sent is still under way in the group,
+    and Gloo would end a rank where it meets something else."""
+    body = f"""
+[one.unshard() for one in optimizers]
+fails = False
+
+
+def hook(state, bucket):
+    if fails:
+        raise ValueError("hook broke")
+    return dist.all_reduce(bucket.buffer().div_(2), async_op=True).get_future().then(lambda done: done.value()[0])
+
+
+def both():
+    (model(x).sum() + second(torch.ones(2, 3)).sum()).backward()
+
+
+hooked, plain = [model, second][:: 1 if {hooked} else -1]
+(sync if {hooked} else other).register_comm_hook(None, hook)
+for _ in range(2):
+    [pass_of(one) for one in (model, second)]
+    both()
+fails = rank == 1
+told(both if {together} else lambda: pass_of(hooked))
+print("--")
+told(lambda: pass_of(hooked))
+print("--")
+told(lambda: pass_of(plain))
+"""
+    (failed, again, elsewhere), (own, own_again, own_elsewhere) = programs(tmp_path, body, transport=transport)
+    assert "ValueError: hook broke" in failed and QUOTED in failed
+    assert own.startswith("ValueError") and "hook broke" in own
+    assert LOST in again and LOST in own_again
+    if transport == "shared_memory":
+        assert (elsewhere, own_elsewhere) == ("", "")
+    else:
+        assert QUOTED in elsewhere or LOST in elsewhere
+        assert "lost its place in what another handle does" in own_elsewhere or LOST in own_elsewhere
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
 def test_a_backward_of_two_models_that_fails_is_quoted_at_once(tmp_path: Path, transport: str) -> None:
     """The rank that failed stays with both passes, and the others are to hear why in the end of the first."""

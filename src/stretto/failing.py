@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 
 import torch
@@ -43,6 +43,8 @@ class Failing:
         self._stop = weakref.WeakMethod(stop)
         self._everything = everything
         self._is_told = False
+        self._owes_word = False
+        """Whether the others are still to be told that this rank has no place any more."""
         self.early = 0
         """How often forward, or backward before it reached a parameter, has failed since the last pass began."""
 
@@ -111,9 +113,11 @@ class Failing:
         lost = self._give_up(functools.partial(give_up, given_up))
 
         def tell(error: BaseException | None, trace: TracebackType | None = None) -> None:
-            self._queue.peers.tell_failed("backward", error, trace, leaves=lost is not None)
+            self._queue.peers.tell_failed("backward", error, trace, leaves=self.is_lost)
             self._say(lost, error)
             for one in given_up:
+                if one._owes_word and one is not self:
+                    one._queue.peers.tell_failed("backward", error, trace, leaves=True)
                 one.stay()
 
         if not when_raised(tell):
@@ -139,12 +143,21 @@ class Failing:
         with self._queue.lock, torch.no_grad():
             self._queue.transport.flush(FLUSH_SECONDS)
 
+    @contextlib.contextmanager
+    def giving_up(self) -> Iterator[None]:
+        """Around the end of a pass that has failed; if that fails too, this rank is out of step for good."""
+        try:
+            yield
+        except BaseException as error:
+            self._owes_word = True
+            self._queue.peers.fall_behind(error)
+            raise
+
     def _give_up(self, give_up: Callable[[], object]) -> BaseException | None:
-        """Give up the pass; if that fails too, and so this rank is out of step for good, why."""
+        """Give up what backward has reached; if that fails too, why."""
         try:
             give_up()
         except BaseException as error:
-            self._queue.peers.left = text_of(error)
             return error
         return None
 

@@ -174,9 +174,8 @@ class Family:
         """Backward has failed on this rank. The list gets those with whose passes it is to stay."""
         running = self._reached()
         try:
-            for member in running:
-                given_up.append(member.failing)
-                _give_up(running, member)
+            given_up += [member.failing for member in running]
+            all_of(running, functools.partial(_give_up, running))
         finally:
             _part(running)
 

@@ -311,7 +311,7 @@ class Reducer:
 
     def give_up(self) -> None:
         """Launch the rest of the pass, marked. Where others need this rank for it, it is to stay: ``failing.stay``."""
-        with self.queue.lock, torch.no_grad():
+        with self.failing.giving_up(), self.queue.lock, torch.no_grad():
             self._stop()
             known = self.sparse.any or self.uneven is not None or self.inspection.due(self.queue.pass_number)
             self._forward.says(self.queue.pass_number)  # to nobody: giving up says all

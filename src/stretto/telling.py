@@ -96,6 +96,12 @@ class Teller:
             one.is_of(self._transport.rank, self.seat.handle, text_of(error), is_sent=sent)
         self.tell_failed(phase, error, trace, leaves=True)
 
+    def fall_behind(self, error: BaseException) -> None:
+        """This rank has lost its place; the others are to be told by ``tell_failed``, when it is seen why."""
+        self.left = text_of(error)
+        for one in self.leftovers:
+            one.is_of(self._transport.rank, self.seat.handle, self.left, is_sent=False)
+
     def lose_place(self, error: BaseException) -> None:
         """After Ctrl-C, say: the others wait for nothing, and would meet another call here."""
         if self.seat.handle and not (self.left or isinstance(error, CommunicationError)):

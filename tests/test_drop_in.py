@@ -11,6 +11,7 @@ import pickle
 import re
 import tempfile
 import textwrap
+import threading
 import types
 import warnings
 import weakref
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from models import batch, build, loss, same_bits, state
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.nn.parallel.distributed import _BufferCommHookLocation, _find_tensors
+from torch.nn.parallel.distributed import _BufferCommHookLocation, _find_tensors, _MixedPrecision
 
 from stretto import AlreadyAttachedError, DistributedDataParallel, PeerError, SetupError, UnsupportedError, attach
 from stretto.ddp_compat import REFUSED
@@ -233,6 +234,44 @@ class TestAlone:
 
         gc.collect()
         assert gone() is None
+
+    @pytest.mark.parametrize("low", [{}, {"mixed_precision": _MixedPrecision(param_dtype=torch.bfloat16)}])
+    def test_of_two_threads_in_forward_neither_leaves_itself_to_the_compiler(self, low):
+        """The second, which ended last, put the first one's wrapper back: it was kept alive, and compiled around."""
+
+        class Stops(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = torch.nn.Linear(1, 1)
+                self.begun, self.may_end = threading.Event(), threading.Event()
+
+            def forward(self, tensor):
+                self.begun.set()
+                assert self.may_end.wait(10)
+                return self.inner(tensor)
+
+        modules = [Stops(), Stops()]
+        threads = [
+            threading.Thread(target=DistributedDataParallel(module, **low), args=[torch.ones(1)]) for module in modules
+        ]
+        for thread, module in zip(threads, modules, strict=True):
+            thread.start()
+            assert module.begun.wait(10)
+        for thread, module in zip(threads, modules, strict=True):
+            module.may_end.set()
+            thread.join(10)
+        assert TorchDDP._get_active_ddp_module() is None
+
+    def test_of_two_one_in_the_other_each_is_there_for_the_compiler(self):
+        inner = DistributedDataParallel(torch.nn.Linear(1, 1))
+        outer = torch.nn.Sequential(inner, torch.nn.Linear(1, 1))
+        TorchDDP._set_params_and_buffers_to_ignore_for_model(outer, [name for name, _ in outer[:1].named_parameters()])
+        outer = DistributedDataParallel(outer)
+        seen = []
+        for layer in (inner.module, outer.module[1]):
+            layer.register_forward_hook(lambda *_: seen.append(TorchDDP._get_active_ddp_module()))
+        outer(torch.ones(1, 1))
+        assert seen == [inner, outer] and TorchDDP._get_active_ddp_module() is None
 
 
 def lightning_and_accelerate(rank):

@@ -22,6 +22,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch._dynamo.testing
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import stretto
@@ -1064,7 +1065,10 @@ def test_of_two_handles_either_may_leave_first(first) -> None:
     assert run_ranks(worker, 2) == [(True, [1], True)] * 2
 
 
-def test_the_compiler_takes_an_attached_module_whole_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wrapper_elsewhere", [False, True], ids=["alone", "another thread in a wrapper's forward"])
+def test_the_compiler_takes_an_attached_module_whole_and_once(
+    wrapper_elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     counter = torch._dynamo.testing.CompileCounter()
     looks_at, code = torch._dynamo.convert_frame.ConvertFrameAssert.__call__, []
 
@@ -1082,6 +1086,8 @@ def test_the_compiler_takes_an_attached_module_whole_and_once(monkeypatch: pytes
 
     torch._dynamo.reset()
     monkeypatch.setattr(torch._dynamo.convert_frame.ConvertFrameAssert, "__call__", listed)
+    elsewhere = stretto.DistributedDataParallel(Model()) if wrapper_elsewhere else None
+    monkeypatch.setattr(TorchDDP, "_active_ddp_module", elsewhere)
     run_ranks(worker, 2)
     assert counter.frame_count == 1
     ours = (str(Path(stretto.__file__).parent), __file__)  # and not a finaliser of what another test has left

@@ -10,6 +10,7 @@ here. docs/drop-in.md has a row for each.
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -43,6 +44,7 @@ class TorchSurface(TorchDDP):
     _armed: Any
     process_group: Any
     mixed_precision: Any
+    _forward_thread: int
     parameters_to_ignore: set[str]
     _substitutes: Substitutes | None
     _weighs_for_join: bool = False
@@ -95,8 +97,15 @@ class TorchSurface(TorchDDP):
     @functools.partial(compiled_inside, inlined=False)
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self._substitutes is not None:
-            return self._substitutes.run(self.module, super()._run_ddp_forward, *inputs, **kwargs)
+            return self._substitutes.run(self.module, self._run_active, *inputs, **kwargs)
+        return self._run_active(*inputs, **kwargs)
+
+    @functools.partial(compiled_inside, inlined=False)
+    def _run_active(self, *inputs: Any, **kwargs: Any) -> Any:
+        here = self.__dict__["_forward_thread"] = threading.get_ident()
         before, TorchDDP._active_ddp_module = TorchDDP._active_ddp_module, self  # whose buckets torch's compiler asks
+        if isinstance(before, TorchSurface) and before._forward_thread != here:
+            before = None  # its forward may end before this one does, and it would stay for good
         try:
             return self.module(*inputs, **kwargs)
         finally:

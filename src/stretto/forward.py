@@ -154,6 +154,7 @@ class ForwardWatch:
         if found is None:
             self.beneath, module.__dict__["_compiled_call_impl"] = top, self
 
+    @left_uncompiled
     def _look_around(self, wrapper: Any) -> None:
         """torch's wrapper may be older than the handle, and cannot be seen in the module."""
         if self._around is None or self._around() is not wrapper:

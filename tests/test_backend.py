@@ -125,6 +125,8 @@ def grid(rank):
         for dtype in DTYPES:
             for operation in OPERATIONS if collective in REDUCING else ["SUM"]:
                 compare(collective, group, dtype, getattr(dist.ReduceOp, operation), (3, 5), 1)
+    for _ in range(2):  # a barrier raises what a Gloo thread has raised that has not come to the end of that work
+        dist.all_reduce(torch.ones(1))
     return group.in_shared_memory
 
 
@@ -540,6 +542,59 @@ def other_wrappers(rank):
 @pytest.mark.ranks
 def test_zero_comm_hooks_join_and_fsdp_give_what_they_give_over_gloo():
     spawn_ranks(other_wrappers, 2)
+
+
+def averages_over_who_has_batches(rank):
+    found = []
+    for group in (backend(), dist.group.WORLD):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Linear(10, 3), process_group=group)
+        with model.join(divide_by_initial_world_size=False):  # torch's reducer waits for the number of these ranks
+            for step in range(2 + rank):
+                model.zero_grad()
+                model(torch.full((2, 10), float(rank + step))).sum().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.ranks
+def test_the_reducer_of_torch_waits_for_a_work_of_which_python_has_let_go():
+    spawn_ranks(averages_over_who_has_batches, 2)
+
+
+def compiled(rank):
+    import stretto.backend  # noqa: F401
+
+    world, found = dist.get_world_size(), []
+    for group in (dist.new_group(backend="stretto"), dist.group.WORLD):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(10), nn.Linear(10, 3)), process_group=group)
+
+        @torch.compile(backend="eager")
+        def step(batch, model=model):
+            model(batch).sum().backward()
+
+        @torch.compile(backend="eager")
+        def collectives(tensor, group=group):
+            parts, part = torch.empty(world * 3), torch.empty(3)
+            dist.all_reduce(tensor, group=group, async_op=True).wait()
+            dist.barrier(group)
+            dist.all_gather_into_tensor(parts, tensor, group)
+            dist.reduce_scatter_tensor(part, parts, group=group)
+            dist.broadcast(part, 0, group)
+            dist.all_gather(gathered := [torch.empty(3) for _ in range(world)], part, group)
+            return torch.cat([tensor, parts, part, *gathered])
+
+        for number in range(2):
+            step(torch.randn(4, 10, generator=torch.Generator().manual_seed(rank + number)))
+        results = collectives(torch.full((3,), float(rank + 1)))
+        found.append([results, *(parameter.grad for parameter in model.parameters()), *model.buffers()])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.ranks
+def test_what_is_compiled_gives_what_it_gives_over_gloo():
+    spawn_ranks(compiled, 2)
 
 
 def attached(rank):

@@ -24,6 +24,7 @@ of different groups and sends, in an order that works without ``async_op``.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -32,7 +33,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
+from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
     AllgatherOptions,
     AllreduceOptions,
     AllToAllOptions,
@@ -40,12 +41,15 @@ from torch._C._distributed_c10d import (
     BroadcastOptions,
     ProcessGroupGloo,
     ReduceOp,
+    Reducer,
     ReduceScatterOptions,
     Work,
+    _create_work_from_future,
     _DistributedBackendOptions,
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .engine import left_uncompiled
 from .errors import CommunicationError, PeerError
 from .transport import ProcessGroupTransport, SharedMemoryTransport, choose
 from .transport.base import as_reals, in_one_row
@@ -220,6 +224,7 @@ class StrettoProcessGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
+    @left_uncompiled
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
         """``dist.barrier``."""
         options = BarrierOptions() if opts is None else opts
@@ -322,8 +327,22 @@ def _timeout(options: Any) -> timedelta | None:
     return options.timeout if options.timeout > timedelta(0) else None
 
 
+def _keeping(take: Any) -> Any:
+    """For torch's reducer, whose C++ keeps the work of the collective that tells it, in ``DDP.join()``, how many ranks
+    still have batches. Of one in Python only a half would be left there, which is never done.
+    """
+
+    @functools.wraps(take)
+    def call(reducer: Any, work: Work, use_static_world_size: bool) -> None:
+        kept = _create_work_from_future(work.get_future()) if isinstance(work, Done) else work
+        take(reducer, kept, use_static_world_size)
+
+    return call
+
+
 def registered() -> None:
     """For torch 2.14, which looks a backend's name up among entry points. Importing this module has registered it."""
 
 
+Reducer._set_forward_pass_work_handle = _keeping(Reducer._set_forward_pass_work_handle)
 dist.Backend.register_backend("stretto", lambda options, _: StrettoProcessGroup(options), True, devices=["cpu"])

@@ -13,6 +13,7 @@ import torch
 from torch._C._distributed_c10d import Work
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..engine import left_uncompiled
 from ..errors import UnsupportedError
 from .collectives import Done
 
@@ -20,12 +21,13 @@ _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
 def on_values(collective: Callable[..., Work]) -> Callable[..., Work]:
-    """A method of a backend that is given tensors with memory, whatever it is called with.
+    """A method of a backend that is given tensors with memory, whatever it is called with, and is not compiled.
 
     The backend has ``rank``. Raises ``UnsupportedError`` for a tensor whose values lie in others, before anything is
     sent.
     """
 
+    @left_uncompiled  # torch's C++ may call it while the compiler listens
     @functools.wraps(collective)
     def call(self: Any, *arguments: Any, **more: Any) -> Work:
         if any([_is_fake(tensor) for tensor in _tensors_in(arguments)]):

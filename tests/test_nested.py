@@ -1049,6 +1049,59 @@ def test_a_rank_that_fails_in_the_end_of_the_first_waits_for_it_where_a_later_on
     assert told == ["MemoryError no room", *["PeerError no room"] * 2]
 
 
+def stopped_behind(rank: int, how: str) -> list[str]:
+    """The first of two models fails on rank 0 as backward ends, and then the second, behind it, cannot be given up."""
+    parts, handles, broken, told = [nn.Linear(2, 2) for _ in range(2)], [], [False], []
+    for part in parts:
+        handles.append(stretto.attach(part, beside=handles))
+
+    def hook(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if broken[0]:
+            raise ValueError("on purpose")
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    handles[1].register_comm_hook(None, hook)
+    parts[1](parts[0](torch.ones(1, 2))).sum().backward()
+    dist.barrier()
+    if rank and how == "others leave":
+        for sync in handles:
+            sync.detach()
+        return told
+    broken[0] = how == "hook fails" and not rank
+    full = unittest.mock.Mock(side_effect=KeyboardInterrupt if how == "others leave" else MemoryError)
+    out = unittest.mock.patch.object(handles[0]._reducer.tracker, "contributed", full)
+    stretto.failing.FLUSH_SECONDS = 0.2  # of those that wait for each other here
+    for fails in (True, False)[: 1 + (how == "hook fails")]:
+        try:
+            with out if fails and not rank else contextlib.nullcontext():
+                parts[1](parts[0](torch.ones(1, 2))).sum().backward()
+        except (KeyboardInterrupt, MemoryError, stretto.CommunicationError) as error:
+            quoted = ["MemoryError"] * ("MemoryError" in str(error))
+            told.append(", ".join([type(error).__name__, *quoted]))
+    return told
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "how, wanted",
+    [
+        ("others leave", [["KeyboardInterrupt"], []]),
+        (
+            "hook fails",
+            [
+                ["MemoryError", "CommunicationError, MemoryError"],
+                ["PeerError, MemoryError", "PeerError, MemoryError"],
+            ],
+        ),
+    ],
+)
+def test_what_cannot_be_given_up_behind_hides_no_failure_and_is_told(how: str, wanted: list[list[str]]) -> None:
+    """The user read that others had gone, in place of Ctrl-C too; and others waited for what had never been sent."""
+    assert spawn_ranks(stopped_behind, 2, how, timeout=50) == wanted
+
+
 def given_up_before_a_map(rank: int) -> str:
     """Of two models that share nothing, ranks tell each other what will come of the second; backward fails between."""
     first, second = nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])

@@ -450,7 +450,7 @@ def test_who_cannot_give_up_a_pass_stays_with_those_of_the_other_models() -> Non
             if fails is not None:
                 raise fails
 
-        failing = SimpleNamespace(stay=lambda: heard.append(f"{name} stays"))
+        failing = SimpleNamespace(stay=lambda: heard.append(f"{name} stays"), behind=lambda _, give_up, *__: give_up())
         presence = SimpleNamespace(active=False)
         queue = SimpleNamespace(events=Events(0), pass_number=1, waits_within=False, comm_hook=None, presence=presence)
         return SimpleNamespace(running=True, settle=raises, give_up=raises, failing=failing, family=family, queue=queue)

@@ -784,7 +784,7 @@ def test_a_rank_that_keeps_a_model_the_other_has_dropped_is_only_slow(tmp_path: 
 def test_who_waits_for_others_to_come_to_a_call_still_does_its_part_of_what_is_under_way(tmp_path: Path) -> None:
     """Memory is summed by those who wait: without the other's part the pass that it gave up never ends."""
     body = """
-        stretto.reducer.FLUSH_SECONDS = 0.2
+        stretto.failing.FLUSH_SECONDS = 0.2
         large = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 256))
         handle = stretto.attach(large)
 

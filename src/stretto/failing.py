@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 
 import torch
@@ -115,9 +115,8 @@ class Failing:
         def tell(error: BaseException | None, trace: TracebackType | None = None) -> None:
             self._queue.peers.tell_failed("backward", error, trace, leaves=self.is_lost)
             self._say(lost, error)
+            _tell_owed([one for one in given_up if one is not self], error, trace)
             for one in given_up:
-                if one._owes_word and one is not self:
-                    one._queue.peers.tell_failed("backward", error, trace, leaves=True)
                 one.stay()
 
         if not when_raised(tell):
@@ -153,6 +152,15 @@ class Failing:
             self._queue.peers.fall_behind(error)
             raise
 
+    def behind(self, error: BaseException, give_up: Callable[[], object], turn: Iterable[Failing]) -> None:
+        """Give up what comes behind the pass that ``error`` has ended: that is what the user is to read, if it is this
+        rank's own, and not what came of it. ``turn``: of those that are given up."""
+        lost = self._give_up(give_up)
+        _tell_owed(turn, error, error.__traceback__)
+        if lost is not None and (isinstance(error, CommunicationError) or not isinstance(lost, Exception)):
+            raise lost
+        self._say(lost, error)
+
     def _give_up(self, give_up: Callable[[], object]) -> BaseException | None:
         """Give up what backward has reached; if that fails too, why."""
         try:
@@ -166,6 +174,13 @@ class Failing:
         if lost is None or isinstance(lost, CommunicationError) or (error and text_of(error) == text_of(lost)):
             return
         log.error("%s: backward failed, and the pass could not be given up.", self._queue.where, exc_info=lost)
+
+
+def _tell_owed(given_up: Iterable[Failing], error: BaseException | None, trace: TracebackType | None) -> None:
+    """Of those that could not be given up: others may wait for what has not left."""
+    for one in given_up:
+        if one._owes_word:
+            one._queue.peers.tell_failed("backward", error, trace, leaves=True)
 
 
 def refuse_to_send(peers: Peers, phase: str) -> None:

@@ -155,11 +155,12 @@ class Family:
                     member.settle()
                 except BaseException as error:
                     self.lose_with(member, error)
-                    behind = [one for one in running[place:] if one.running]
+                    turn = [member, *[one for one in running[place:] if one.running]]
+                    give_up = functools.partial(all_of, turn, functools.partial(_give_up, turn, error=error))
                     try:
-                        all_of([member, *behind], functools.partial(_give_up, [member, *behind], error=error))
+                        member.failing.behind(error, give_up, [one.failing for one in turn])
                     finally:
-                        all_of(behind, lambda one: one.failing.stay())
+                        all_of(turn[1:], lambda one: one.failing.stay())
                     raise
         finally:
             _part(running)

@@ -253,6 +253,18 @@ def test_the_program_of_the_readme_runs(how: list[str], tmp_path: Path) -> None:
     assert (tmp_path / "model.pt").exists()
 
 
+@pytest.mark.ranks
+def test_the_error_in_the_readme_is_what_its_program_raises_where_rank_1_fails(tmp_path: Path) -> None:
+    blocks = blocks_of(ROOT / "README.md")
+    (code,) = [code for _, code in blocks if code.startswith("# train.py")]
+    (shown,) = [text for _, text in blocks if text.startswith("stretto.errors.PeerError")]
+    assert code.count("model(inputs)") == 1
+    code = code.replace("model(inputs)", "model(inputs[:, : 7 if rank == 1 and epoch == 2 else 8])")
+    (tmp_path / "train.py").write_text(code)
+    first, _ = warm_programs.run_ranks(["train.py"], 2, cwd=tmp_path)
+    assert first.returncode and first.stderr.replace("[rank0]: ", "").endswith(shown)
+
+
 # docs/overlap.md
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import resource
 import sys
 import threading
 import time
@@ -214,6 +215,17 @@ def test_a_thread_that_has_ended_hides_none_of_gloo_s(monkeypatch: pytest.Monkey
         monkeypatch.setattr(Path, "read_bytes", read)
         let_gloo_go_first()
         assert attributes(thread)[2] == SLICE_NANOSECONDS
+
+
+def test_without_a_free_descriptor_threads_keep_their_slices() -> None:
+    """What then fails for want of one says so by name; this did not."""
+    let_gloo_go_first()  # it has looked up the system's calls now
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+    try:
+        let_gloo_go_first()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_only_processors_whose_calls_are_known_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:

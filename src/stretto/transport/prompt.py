@@ -49,10 +49,11 @@ def let_gloo_go_first() -> None:
     """Give the present Gloo threads of this process the shortest slices. Not collective; harmless twice."""
     if _system_calls() is None:
         return
-    for comm in Path("/proc/self/task").glob("*/comm"):  # none without /proc
-        with contextlib.suppress(OSError):  # a thread has ended
-            if comm.read_bytes().startswith(_GLOO):
-                shorten(int(comm.parent.name))
+    with contextlib.suppress(OSError):  # without a free descriptor they keep their slices
+        for comm in Path("/proc/self/task").glob("*/comm"):  # none without /proc
+            with contextlib.suppress(OSError):  # a thread has ended
+                if comm.read_bytes().startswith(_GLOO):
+                    shorten(int(comm.parent.name))
 
 
 def shorten(thread: int) -> None:

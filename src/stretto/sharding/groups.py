@@ -179,7 +179,7 @@ class Groups:
                     "Nothing has changed. Make the same calls on all ranks; then all can go on."
                 )
             if facts != first:
-                raise unlike(where, rank, facts, first)
+                raise unlike_groups(where, rank, facts, first)
 
     def facts(self) -> list[Any]:
         """See the function of this name."""
@@ -240,7 +240,7 @@ def facts(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[An
     return [options, *members]
 
 
-def unlike(
+def unlike_groups(
     where: str, rank: int, theirs: list[Any], first: list[Any], from_rank: int = 0, *, idle: int = 0
 ) -> ModelMismatchError:
     """An error for groups that are not alike where no rank has stepped. ``where``: how the message begins."""

@@ -29,7 +29,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from ..broadcast import broadcast_coalesced
 from ..errors import ModelMismatchError, SetupError
 from ..launch import LaunchQueue
-from .groups import Groups, unlike
+from .groups import Groups, unlike_groups
 from .meetings import Coming, Meetings, Met
 from .rebuilt import options_of
 
@@ -236,7 +236,7 @@ def _lent(groups: Groups, queue: LaunchQueue, *, idle: bool) -> Iterator[None]:
     _, wanted, (options, are_sparse) = offers[lender]
     for rank, (is_idle, stated, _) in enumerate(offers):
         if stated[1:] != wanted[1:] or (stated != wanted and not is_idle):
-            raise unlike(queue.where, rank, stated, wanted, lender, idle=sum(one for one, *_ in offers))
+            raise unlike_groups(queue.where, rank, stated, wanted, lender, idle=sum(one for one, *_ in offers))
     gradients = _broadcast(groups.parameters, are_sparse, queue, lender)
     if not idle:
         yield

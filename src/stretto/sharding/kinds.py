@@ -127,7 +127,7 @@ def _kind_of_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], n
     if together.takes_gradients:
         why = "its step sets gradients to None, and each rank would do so for its share only."
         raise _refusal(optimizer, name, why, "Call zero_grad() after step(), not in it.")
-    if (key := _unlike(together, alone, again)) is not None:
+    if (key := _unlike_number(together, alone, again)) is not None:
         why = f"its step makes {key} from all its parameters, but each rank would make it from its share only."
         raise _refusal(optimizer, name, why)
     if [*together.kept.values()] != [*alone.kept.values()] or not equal(together.elements, alone.elements):
@@ -139,7 +139,7 @@ def _kind_of_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], n
         divided = _stepped(optimizer, options, parts, [parts], name)
     except Exception:
         return Kind.WHOLE  # Muon takes matrices alone
-    alike = equal(together.elements, divided.elements) and _unlike(together, divided, again) is None
+    alike = equal(together.elements, divided.elements) and _unlike_number(together, divided, again) is None
     return Kind.ELEMENTWISE if divided.is_by_element and alike else Kind.WHOLE
 
 
@@ -164,7 +164,7 @@ class _Outcome(NamedTuple):
     takes_gradients: bool
 
 
-def _unlike(one: _Outcome, other: _Outcome, again: Callable[[], _Outcome]) -> str | None:
+def _unlike_number(one: _Outcome, other: _Outcome, again: Callable[[], _Outcome]) -> str | None:
     """The name of a number that the parts have written differently, and which is neither a time nor random."""
     first, *rest = (*one.written, *other.written)
     keys = [key for written in rest for key in first | written if first.get(key) != written.get(key)]

@@ -28,7 +28,7 @@ from .meetings import ALIKE, Meetings, Met
 from .members import all_reduced, refuse_duplicates, refuse_unreduced, wanted_by_any
 from .memory import describe_shares, footprint_of
 from .spread import Spread
-from .state import Kept, State, handed_on, refuse_unlike
+from .state import Kept, State, handed_on, refuse_unlike_states
 from .strays import mark_of, refuse_strays
 from .succession import Succession
 from .trial import misfit
@@ -269,12 +269,12 @@ class Shares:
 
         If only rank 0 has any, the others get them from it.
         """
-        only_rank_0_has_them = refuse_unlike(self._places(states), problem, self.peers)
+        only_rank_0_has_them = refuse_unlike_states(self._places(states), problem, self.peers)
         self._catch_up(ask=True)
         if only_rank_0_has_them:
             with self.peers.in_call():
                 states = handed_on(states, self._groups.parameters, self._reducer.queue)
-        refuse_unlike(self._places(states), misfit(self._division, states), self.peers)
+        refuse_unlike_states(self._places(states), misfit(self._division, states), self.peers)
         with self.peers.in_call():
             self._spread.finish()
             try:

@@ -106,7 +106,7 @@ def handed_on(
     }
 
 
-def refuse_unlike(places: Sequence[int], problem: Exception | None, peers: Peers) -> bool:
+def refuse_unlike_states(places: Sequence[int], problem: Exception | None, peers: Peers) -> bool:
     """Compare whole states that ranks were given to load. Collective.
 
     Args:

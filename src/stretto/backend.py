@@ -3,8 +3,9 @@
     import stretto.backend
     dist.init_process_group("stretto")
 
-Importing this module registers the name with torch, which is what it is for; ``import stretto`` alone does not. From
-torch 2.14 on the name is enough: torch imports the module by its entry point.
+Importing this module registers the name with torch, which is what it is for, and wraps the method of torch's reducer
+that keeps a work; ``import stretto`` alone does neither. From torch 2.14 on the name is enough: torch imports the
+module by its entry point.
 
 all_reduce, broadcast, all_gather, reduce_scatter and barrier, in all their variants, move CPU tensors through memory
 that the ranks share; in a world of one there is nothing to do. Everything else goes through a Gloo group that the

@@ -462,3 +462,31 @@ def test_who_cannot_give_up_a_pass_stays_with_those_of_the_other_models() -> Non
     with pytest.raises(KeyboardInterrupt):
         family.settle()
     assert heard == ["first", "second", "third", "second stays", "third stays"]
+
+
+@pytest.mark.ranks
+def test_who_is_stopped_in_a_pass_after_one_that_failed_at_its_end_has_lost_its_place(tmp_path: Path) -> None:
+    """Of the pass before all knew; of this one nobody would."""
+    body = """
+import contextlib, unittest.mock
+
+[one.unshard() for one in optimizers]
+full = unittest.mock.patch.object(sync._reducer.tracker, "contributed", side_effect=MemoryError("no room"))
+with full if rank == 1 else contextlib.nullcontext():
+    told(step)
+print("--")
+if rank == 1:
+    soon()
+    stopped(step)
+else:
+    when_stopped()
+    told(step)
+print("--")
+told(step)
+"""
+    (failed, stopped, later), (own, own_stopped, own_later) = programs(tmp_path, body)
+    assert "MemoryError: no room" in within(failed, "PeerError", 1.5) and "no room" in within(own, "MemoryError", 1.5)
+    assert (stopped, own_stopped) == ("", "stopped")
+    quoted = within(later, "PeerError", 2)
+    assert QUOTED in quoted and "KeyboardInterrupt" in quoted
+    assert LOST in within(own_later, "CommunicationError", 1)

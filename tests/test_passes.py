@@ -6,6 +6,7 @@ import gc
 import re
 import threading
 import types
+import unittest.mock
 import weakref
 
 import models
@@ -1260,3 +1261,23 @@ def test_where_words_come_late_a_failure_behind_which_all_fail_is_told(
     assert run_ranks(worker, 2) == [[4], [3, 4]]
     logged = [one.getMessage() for one in caplog.records if "go back to a checkpoint" in one.getMessage()]
     assert sorted(text.split(": ")[0] for text in logged) == ["rank 0, pass 3", "rank 1, pass 3"]
+
+
+def test_after_a_pass_that_was_refused_who_waits_is_in_a_call() -> None:
+    """What is wrong there is said of calls: batches, which it spoke of, have no part in it."""
+
+    def refuse(**_: object) -> None:
+        raise stretto.CommunicationError("refused")
+
+    def worker(transport: LocalTransport) -> tuple[str, str]:
+        model = Branches()
+        handle = stretto.attach(model, transport=transport)
+        seat, found = handle._reducer.queue.peers.seat, []
+        patched = unittest.mock.patch.object(handle._reducer._consensus, "catch_up", refuse)
+        with patched, pytest.raises(stretto.CommunicationError, match="refused"):
+            model(inputs_of(0), "a").backward()
+        found.append(seat.kind("attach"))
+        model(inputs_of(0), "a").backward()
+        return *found, seat.kind("attach")
+
+    assert run_ranks(worker, 2) == [("call", "call")] * 2

@@ -1281,3 +1281,64 @@ def test_after_a_pass_that_was_refused_who_waits_is_in_a_call() -> None:
         return *found, seat.kind("attach")
 
     assert run_ranks(worker, 2) == [("call", "call")] * 2
+
+
+class Told:
+    """What a reducer's ``Failing`` deals with, of a rank that is alone."""
+
+    def __init__(self) -> None:
+        self.heard: list[object] = []
+        peers = types.SimpleNamespace(left="", seat=types.SimpleNamespace(in_pass=True))
+        peers.tell_failed = lambda phase, error, _, *, leaves: self.heard.append((phase, error, leaves))
+        peers.leave = lambda phase, error, _: (self.heard.append((phase, error, "left")), vars(peers).update(left="x"))
+        peers.fall_behind = lambda error: vars(peers).update(left=f"{error}")
+        queue = types.SimpleNamespace(peers=peers, lock=threading.RLock(), where="rank 1, pass 2", buckets=[])
+        queue.transport = types.SimpleNamespace(flush=lambda _: self.heard.append("stayed"))
+        self.failing = Failing(queue, self.stop, dict)  # type: ignore[arg-type]
+
+    def stop(self) -> None:
+        self.heard.append("stopped")
+
+    def give_up(self, error: BaseException | None) -> None:
+        if error is not None:
+            with self.failing.giving_up():
+                raise error
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [None, OSError("another"), OSError("own"), stretto.PeerError("gone")],
+    ids=["not", "another", "same", "told"],
+)
+def test_why_a_pass_could_not_be_given_up_at_its_end_is_said_unless_it_is_known(
+    lost: BaseException | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, own = Told(), OSError("own")
+    one.failing.at_the_end(own, lambda: one.give_up(lost))
+    assert one.heard == [("backward", own, lost is not None), "stayed"]
+    said = ["rank 1, pass 2: backward failed, and the pass could not be given up."]
+    assert [record.message for record in caplog.records] == said * (f"{lost}" == "another")
+    assert all(record.exc_info and record.exc_info[1] is lost for record in caplog.records)
+
+
+@pytest.mark.parametrize("error", [stretto.PeerError("gone"), OSError("own"), KeyboardInterrupt()])
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_rank_loses_its_place_once(is_lost: bool, error: BaseException) -> None:
+    """By whatever the others do not know of; and a pass in which they know has ended too."""
+    one = Told()
+    if is_lost:
+        one.failing.lose(first := OSError("first"))
+        assert one.heard == [("backward", first, "left"), "stopped"]
+        one.heard.clear()
+    with pytest.raises(type(error)), one.failing:
+        raise error
+    told = not (is_lost or isinstance(error, stretto.PeerError))
+    assert one.heard == [("backward", error, "left")] * told + ["stopped"] * (told or is_lost)
+
+
+def test_a_rank_that_is_lost_does_not_give_up_a_backward_that_was_dropped() -> None:
+    one = Told()
+    one.failing.lose(OSError("first"))
+    one.heard.clear()
+    one.failing.in_engine(lambda _: one.heard.append("given up"), has_begun=True)
+    assert not one.heard

@@ -92,7 +92,7 @@ class Failing:
     def at_the_end(self, error: BaseException, give_up: Callable[[], object]) -> None:
         """Of backward, where it can be seen."""
         lost = self._give_up(give_up)
-        self._tell(error, error.__traceback__, leaves=lost is not None)
+        self._tell(error, error.__traceback__)
         self._say(lost, error)
         self._is_told = True
         self.stay()
@@ -113,7 +113,7 @@ class Failing:
         lost = self._give_up(functools.partial(give_up, given_up))
 
         def tell(error: BaseException | None, trace: TracebackType | None = None) -> None:
-            self._tell(error, trace, leaves=self.is_lost)
+            self._tell(error, trace)
             self._say(lost, error)
             _tell_owed(given_up, error, trace)
             for one in given_up:
@@ -169,9 +169,10 @@ class Failing:
             return error
         return None
 
-    def _tell(self, error: BaseException | None, trace: TracebackType | None, *, leaves: bool) -> None:
+    def _tell(self, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Why backward has failed; this rank has lost its place if it could not give up its pass."""
         self._owes_word = False
-        self._queue.peers.tell_failed("backward", error, trace, leaves=leaves)
+        self._queue.peers.tell_failed("backward", error, trace, leaves=self.is_lost)
 
     def _say(self, lost: BaseException | None, error: BaseException | None) -> None:
         """Why the pass could not be given up, but for what the user reads anyway, or another rank has told."""
@@ -184,7 +185,7 @@ def _tell_owed(given_up: Iterable[Failing], error: BaseException | None, trace: 
     """Of those that could not be given up: others may wait for what has not left."""
     for one in given_up:
         if one._owes_word:
-            one._tell(error, trace, leaves=True)
+            one._tell(error, trace)
 
 
 def refuse_to_send(peers: Peers, phase: str) -> None:

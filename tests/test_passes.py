@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
 import threading
@@ -1291,7 +1292,7 @@ class Told:
         peers = types.SimpleNamespace(left="", seat=types.SimpleNamespace(in_pass=True))
         peers.tell_failed = lambda phase, error, _, *, leaves: self.heard.append((phase, error, leaves))
         peers.leave = lambda phase, error, _: (self.heard.append((phase, error, "left")), vars(peers).update(left="x"))
-        peers.fall_behind = lambda error: vars(peers).update(left=f"{error}")
+        peers.fall_behind = lambda error: vars(peers).update(left=f"{error!r}")
         queue = types.SimpleNamespace(peers=peers, lock=threading.RLock(), where="rank 1, pass 2", buckets=[])
         queue.transport = types.SimpleNamespace(flush=lambda _: self.heard.append("stayed"))
         self.failing = Failing(queue, self.stop, dict)  # type: ignore[arg-type]
@@ -1342,3 +1343,25 @@ def test_a_rank_that_is_lost_does_not_give_up_a_backward_that_was_dropped() -> N
     one.heard.clear()
     one.failing.in_engine(lambda _: one.heard.append("given up"), has_begun=True)
     assert not one.heard
+
+
+@pytest.mark.parametrize(
+    ("own", "lost", "read"),
+    [
+        (OSError("own"), stretto.PeerError("gone"), None),
+        (OSError("own"), OSError("another"), None),
+        (OSError("own"), KeyboardInterrupt(), KeyboardInterrupt),
+        (stretto.PeerError("gone"), OSError("another"), OSError),
+    ],
+)
+def test_of_two_failures_that_of_the_first_is_read_unless_it_is_of_another_rank_or_ctrl_c_came(
+    own: BaseException, lost: BaseException, read: type[BaseException] | None
+) -> None:
+    first, second, third = Told(), Told(), Told()
+
+    def give_up() -> None:
+        second.give_up(lost)
+
+    with pytest.raises(read) if read else contextlib.nullcontext():
+        first.failing.behind(own, give_up, [one.failing for one in (first, second, third)])
+    assert (first.heard, second.heard, third.heard) == ([], [("backward", own, True)], [])

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from test_peers import plain, ranks, within
 
 import stretto
+from stretto.alarm import Alarm
 from stretto.testing import run_ranks
 from stretto.transport.local import LocalTransport
 
@@ -257,3 +258,22 @@ def test_what_cannot_be_sent_is_told_with_rank_and_pass(kind: str, what: str) ->
         "rank 0 waits at test_alarm.py:LINE in worker; rank 1 is at test_alarm.py:LINE in worker.\n"
         "Expected every rank to call backward for this pass. Look at the first error in the other ranks' logs."
     )
+
+
+def test_an_alarm_is_given_once_and_ends_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    class Blames:
+        error: stretto.PeerError | None = stretto.PeerError("rank 1 has gone")
+
+        def blame(self, *, far: bool, by_itself: bool = False) -> tuple[stretto.PeerError | None, bool]:
+            return self.error, True
+
+    blames = Blames()
+    alarm = Alarm(blames.blame)
+    alarm.refuse()  # nobody has looked
+    for _ in range(2):
+        alarm.look()
+    with pytest.raises(stretto.PeerError, match="rank 1 has gone"):
+        alarm.refuse()
+    blames.error = None  # the other had refused a step, as this rank has now
+    alarm.refuse()
+    assert [alarm.sounds, len(caplog.records)] == [False, 1]
